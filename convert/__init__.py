@@ -1,0 +1,1 @@
+"""A source checkpoint becomes an MLX repository: read, name, plan, stream, write."""

@@ -1,0 +1,92 @@
+"""config.json: what a source may say, and what the converted repository says."""
+
+import math
+
+from ..quantize.errors import SourceError, listing
+from ..quantize.precision import Quantized
+
+MODEL_FILE = "motif.py"
+MAX_SIZE = 2**31 - 1
+
+TORCH_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+
+# Keys that are true of the source and not of what we write: another quantization scheme, code that
+# is not in the repository, a folder of the machine that saved it.
+MISLEADING = ("quantization", "quantization_config", "auto_map", "_name_or_path", "model_file")
+
+SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "num_noise_heads", "head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank",
+    "kv_lora_rank", "moe_intermediate_size", "num_experts", "experts_top_k", "sliding_window",
+    "sliding_window_period", "mhc_expansion_rate", "mhc_sinkhorn_iters",
+)  # fmt: skip
+COUNTS = ("n_dense_first_layers", "num_shared_experts", "num_nextn_predict_layers")  # may be 0
+NUMBERS = (
+    "rms_norm_eps", "rope_theta", "swa_rope_theta", "route_scale", "polynorm_output_scale", "polynorm_bias_clamp",
+    "mhc_h_post_alpha_end", "hidden_clamp", "rope_factor", "original_seq_len", "mscale",
+)  # fmt: skip
+
+
+def check_config(config: dict) -> None:
+    """Refuses a config.json that is not a Motif-3's, or that `motif.py` could not run.
+
+    Raises:
+        SourceError: with every key that is at fault.
+    """
+    if config.get("model_type") != "Motif":
+        raise SourceError(f"config.json: model_type is {config.get('model_type')!r}, not 'Motif'; not a Motif-3")
+    problems = []
+    for key in SIZES:
+        if type(config.get(key)) is not int or not 0 < config[key] <= MAX_SIZE:
+            problems.append(f"{key} is {config.get(key)!r}, not a positive whole number")
+    for key in COUNTS:
+        if type(config.get(key, 0)) is not int or not 0 <= config.get(key, 0) <= MAX_SIZE:
+            problems.append(f"{key} is {config[key]!r}, not a whole number")
+    for key in NUMBERS:
+        value = config.get(key)
+        if value is not None and (type(value) not in (int, float) or not math.isfinite(value)):
+            problems.append(f"{key} is {value!r}, not a number")
+    if config.get("num_nextn_predict_layers", 0) not in (0, 1):
+        problems.append(f"num_nextn_predict_layers is {config['num_nextn_predict_layers']!r}; one MTP layer at most")
+    if scheme := config.get("quantization_config") or config.get("quantization"):
+        method = scheme.get("quant_method", scheme) if isinstance(scheme, dict) else scheme
+        problems.append(f"quantization_config is {method!r}; convert from the BF16 checkpoint")
+    if not problems:
+        problems = _refused_by_model(config)
+    if problems:
+        raise SourceError(listing("config.json: not a Motif-3 that can be converted", problems))
+
+
+def _refused_by_model(config: dict) -> list[str]:
+    from .motif import ModelArgs  # brings mlx and mlx-lm along
+
+    try:
+        ModelArgs.from_dict(config)
+    except (ValueError, TypeError, AttributeError) as e:
+        return [str(e)]
+    return []
+
+
+def built_config(source: dict, quantized: dict[str, Quantized], dominant: Quantized | None, mtp: dict) -> dict:
+    """config.json of the converted repository: the source's keys less what would mislead.
+
+    Args:
+        source: a config that `check_config` has passed.
+        quantized: module path -> precision, for the modules that are quantized and no other.
+        dominant: the precision of most quantized parameters; the Hub's badge shows its bits.
+        mtp: what the plan says of dtypes and of the MTP head; it overrides the source's keys.
+    """
+    from .motif import ModelArgs
+
+    config = {k: v for k, v in source.items() if k not in MISLEADING}
+    if "rope_scaling" in config:
+        args = ModelArgs.from_dict(source)
+        flat = ("rope_factor", "original_seq_len", "mscale", "rope_theta", "beta_fast", "beta_slow")
+        config |= {"rope_scaling": None, **{key: getattr(args, key) for key in flat}}
+    config |= mtp
+    config["model_file"] = MODEL_FILE
+    if quantized:
+        modules = {path: precision.as_config() for path, precision in quantized.items()}
+        config["quantization"] = {**dominant.as_config(), **modules}
+        config["quantization_config"] = config["quantization"]
+    return config

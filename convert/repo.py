@@ -1,0 +1,102 @@
+"""The MLX repository: shards, and all that stands beside them. It looks whole only when it is."""
+
+import hashlib
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from importlib.metadata import version
+from importlib.resources import files
+from pathlib import Path
+
+from ..quantize.errors import OutputError, SourceError
+from .checkpoint import INDEX, Checkpoint, read_whole
+from .config import MODEL_FILE, built_config
+from .hub import Source
+from .plan import Plan
+from .shards import Written, as_json, index_json, write_file
+from .stream import CastReport, check_casts, open_journal, write_shards
+
+PROVENANCE = "motif-convert.json"
+PROVENANCE_FORMAT = 1
+
+# What is copied byte for byte; nothing else of a source is.
+COPIED = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "tokenizer.model", "*.tiktoken", "chat_template.jinja", "chat_template.json",
+    "generation_config.json", "LICENSE*", "LICENCE*", "NOTICE*",
+)  # fmt: skip
+
+
+def write_repo(
+    plan: Plan,
+    checkpoint: Checkpoint,
+    source: Source,
+    out: Path,
+    card: Callable[[CastReport | None], str],
+    progress: Callable[[int, str], None],
+) -> CastReport | None:
+    """Converts `checkpoint` into the MLX repository `out`, or goes on with an interrupted run.
+
+    config.json is written last: without it no loader takes the folder for a model.
+
+    Args:
+        card: makes README.md.
+        progress: called with bytes of source done and the name of the shard.
+    Returns:
+        What casting the MTP head cost, or None if nothing was cast.
+    Raises:
+        SourceError: the source could not be read, or holds a value that does not fit.
+        OutputError: the folder is in use, or could not be written.
+    """
+    casts = check_casts(plan, checkpoint)
+    copied = {p.name: read_whole(p) for p in _to_copy(checkpoint.folder)}
+    journal = open_journal(out, plan, version("motif-convert"))
+    try:
+        write_shards(plan, checkpoint, journal, progress)
+    except SourceError:
+        if not journal.shards:
+            journal.discard()
+        raise
+    contents = copied | {
+        MODEL_FILE: (files(__package__) / MODEL_FILE).read_bytes(),
+        "README.md": card(casts).encode(),
+        INDEX: index_json(plan),
+    }
+    config = as_json(built_config(checkpoint.config, plan.quantized, plan.dominant, plan.config_keys()))
+    written = journal.shards | {name: write_file(out / name, data) for name, data in contents.items()}
+    written["config.json"] = Written(len(config), hashlib.sha256(config).hexdigest())
+    write_file(out / PROVENANCE, as_json(_provenance(plan, source, casts, written)))
+    write_file(out / "config.json", config)
+    journal.remove()
+    return casts
+
+
+def _to_copy(folder: Path) -> list[Path]:
+    try:
+        return sorted(p for p in folder.iterdir() if any(fnmatchcase(p.name, pattern) for pattern in COPIED))
+    except OSError as e:
+        raise OutputError(f"{folder}: could not be read: {e.strerror}") from None
+
+
+def _provenance(plan: Plan, source: Source, casts: CastReport | None, written: dict[str, Written]) -> dict:
+    return {
+        "format": PROVENANCE_FORMAT,
+        "converter": {"name": "motif-convert", "version": version("motif-convert")},
+        "source": {
+            "id": source.id,
+            "revision": source.revision,
+            "config_sha256": plan.config_sha256,
+            "index_sha256": plan.index_sha256,
+        },
+        "recipe": plan.recipe.as_dict(),
+        "mtp": {
+            "policy": plan.mtp,
+            "dropped": [name for name, _ in plan.dropped],
+            "casts": casts.as_dict() if casts else None,
+        },
+        "plan_hash": plan.plan_hash,
+        "quantizer": {"mlx": version("mlx"), "device": "cpu"},
+        "total_bytes": plan.total_bytes,
+        "total_parameters": plan.total_parameters,
+        "bits_per_weight": plan.bits_per_weight,
+        "files": {name: written[name].as_dict() for name in sorted(written)},
+    }

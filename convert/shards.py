@@ -1,0 +1,112 @@
+"""The shard writer, the index, and files that appear whole or not at all."""
+
+import errno
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..quantize.errors import OutputError
+from .plan import Module, Plan
+
+METADATA = {"format": "mlx"}
+
+
+@dataclass(frozen=True)
+class Written:
+    """A finished file: its size in bytes and the hex sha256 of its content."""
+
+    size: int
+    sha256: str
+
+    def as_dict(self) -> dict:
+        return {"size": self.size, "sha256": self.sha256}
+
+
+class HashedFile:
+    """A file written from front to back, its sha256 computed on the way."""
+
+    def __init__(self, handle):
+        self._handle = handle
+        self._hash = hashlib.sha256()
+        self.size = 0
+
+    def write(self, data) -> None:
+        """Appends bytes, or a C-contiguous array's bytes."""
+        view = memoryview(data).cast("B")
+        self._handle.write(view)
+        self._hash.update(view)
+        self.size += view.nbytes
+
+    def written(self) -> Written:
+        return Written(self.size, self._hash.hexdigest())
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[HashedFile]:
+    """A file that takes its name when it is complete and on the disk.
+
+    Until then it is `.<name>.partial`, which no loader looks at; on an error it is removed.
+
+    Raises:
+        OutputError: it could not be written.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with partial.open("wb") as handle:
+            yield HashedFile(handle)
+            handle.flush()
+            os.fsync(handle.fileno())
+        os.replace(partial, path)
+        sync_folder(path.parent)
+    except OSError as e:
+        partial.unlink(missing_ok=True)
+        hint = "; free some space and run the same command again" if e.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        raise OutputError(f"{path}: could not be written: {e.strerror}{hint}") from e
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def write_file(path: Path, data: bytes) -> Written:
+    """Writes a small file whole, synced. Raises OutputError."""
+    with new_file(path) as file:
+        file.write(data)
+    return file.written()
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes renames in a folder last."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def as_json(value: dict) -> bytes:
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def shard_header(modules: list[Module]) -> bytes:
+    """The safetensors header of a shard that holds these modules' tensors, one after the other."""
+    entries, end = {"__metadata__": METADATA}, 0
+    for tensor in (t for m in modules for t in m.stored):
+        start, end = end, end + tensor.nbytes
+        entries[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the data starts aligned
+    return len(text).to_bytes(8, "little") + text
+
+
+def index_json(plan: Plan) -> bytes:
+    """`model.safetensors.index.json`: sizes, and the sorted map from tensor to shard."""
+    return as_json(
+        {
+            "metadata": {"total_size": plan.total_bytes, "total_parameters": plan.total_parameters},
+            "weight_map": dict(sorted((t.name, m.shard) for m in plan.modules for t in m.stored)),
+        }
+    )

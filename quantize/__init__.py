@@ -1,0 +1,1 @@
+"""What a number becomes: precisions, policies over module paths, quantization kernels."""

@@ -1,0 +1,90 @@
+"""Precisions: how a tensor is stored, in which shapes, and what it costs."""
+
+from dataclasses import dataclass
+from math import prod
+
+from .errors import RecipeError
+
+# Bytes of one element, by safetensors dtype name.
+DTYPE_BYTES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
+    "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
+    "U32": 4, "I32": 4, "F32": 4,
+    "U64": 8, "I64": 8, "F64": 8,
+}  # fmt: skip
+FLOAT_DTYPES = ("BF16", "F16", "F32")  # what a kept or quantized source tensor may be
+
+AFFINE_BITS = (2, 3, 4, 5, 6, 8)
+AFFINE_GROUP_SIZES = (32, 64, 128)
+
+
+@dataclass(frozen=True)
+class Float:
+    """Stored unpacked, as `dtype` ("BF16", "F16", "F32"), or in the source's own if None."""
+
+    dtype: str | None = None
+
+    def __str__(self) -> str:
+        return self.dtype or "source"
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """MLX group quantization along the last axis.
+
+    Args:
+        mode: "affine", which stores a scale and a bias a group.
+        bits: bits of a code.
+        group_size: elements that share a scale and a bias.
+    Raises:
+        RecipeError: a mode, a number of bits or a group size that MLX does not have.
+    """
+
+    mode: str
+    bits: int
+    group_size: int
+
+    def __post_init__(self):
+        if self.mode != "affine":
+            raise RecipeError(f"mode {self.mode!r} is not known; use affine")
+        for name, value, known in (
+            ("bits", self.bits, AFFINE_BITS),
+            ("group_size", self.group_size, AFFINE_GROUP_SIZES),
+        ):
+            if value not in known:
+                raise RecipeError(f"{name} {value!r} is not one of {', '.join(map(str, known))}")
+
+    def __str__(self) -> str:
+        return f"{self.mode} {self.bits}-bit, group {self.group_size}"
+
+    def as_config(self) -> dict:
+        """One module's entry in the `quantization` map of config.json."""
+        return {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
+
+
+Precision = Float | Quantized
+
+
+def stored_tensors(shape: tuple[int, ...], source_dtype: str, precision: Precision) -> dict[str, tuple]:
+    """What one source tensor becomes in an MLX repository.
+
+    Args:
+        shape: of the unpacked tensor; its last axis is the input dimension.
+        source_dtype: safetensors name.
+    Returns:
+        suffix -> (dtype, shape). A float has the suffix ""; a quantized module has `.weight`
+        (uint32, `32 / bits` codes in each), `.scales` and `.biases` (in the source's dtype).
+    """
+    if isinstance(precision, Float):
+        return {"": (precision.dtype or source_dtype, shape)}
+    *lead, width = shape
+    per_group = (*lead, width // precision.group_size)
+    return {
+        ".weight": ("U32", (*lead, width * precision.bits // 32)),
+        ".scales": (source_dtype, per_group),
+        ".biases": (source_dtype, per_group),
+    }
+
+
+def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    return DTYPE_BYTES[dtype] * prod(shape)

@@ -1,0 +1,1 @@
+"""What to build: recipes, the pipeline and the command line."""

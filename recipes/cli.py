@@ -1,0 +1,190 @@
+"""The command line: a thin layer. Exit codes: 0 done, 1 a check failed, 2 bad use or input, 130 interrupted."""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+
+BITS = ("4.5", "8")
+MTP = ("fp16", "bf16", "8", "4.5", "drop")
+
+
+def build_options(command: Callable) -> Callable:
+    """The options that decide a build."""
+    for option in reversed(
+        (
+            click.option(
+                "--source",
+                metavar="REPO|DIR|demo",
+                default="Motif-Technologies/Motif-3",
+                show_default=True,
+                help="Hub repo id, local folder, or the small trained checkpoint that ships with this program.",
+            ),
+            click.option("--bits", type=click.Choice(BITS), help="Built-in recipe.  [default: 4.5]"),
+            click.option("--recipe", metavar="NAME|FILE", help="Any recipe: 4.5bit, 8bit, bf16, or a YAML file."),
+            click.option(
+                "--mtp", type=click.Choice(MTP), help="What becomes of the MTP head.  [default: the recipe's policy]"
+            ),
+            click.option("--keep-mtp-fp16", is_flag=True, help="The same as --mtp fp16."),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+out_option = click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    help="Folder to write; must be new, empty, or an interrupted run.  [default: <source>-mlx-<recipe>]",
+)
+
+
+class Group(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)  # in the order of the pipeline
+
+
+@click.group(cls=Group, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@build_options
+@out_option
+@click.option("--prompt", help="Text that the finished build continues.")
+@click.option("--max-tokens", type=click.IntRange(1), default=64, show_default=True, help="Tokens of that text.")
+@click.version_option(package_name="motif-convert", message="%(prog)s %(version)s")
+@click.pass_context
+def cli(ctx, source, bits, recipe, mtp, keep_mtp_fp16, out, prompt, max_tokens):
+    """Quantized MLX builds of Motif-3.
+
+    Without a command: plan, convert, and a short generation with the result.
+    """
+    if ctx.invoked_subcommand:
+        given = [p for p in ctx.params if ctx.get_parameter_source(p) is click.core.ParameterSource.COMMANDLINE]
+        if given:
+            option = "--" + given[0].replace("_", "-")
+            raise click.UsageError(f"{option} stands before {ctx.invoked_subcommand}; put options after the command")
+        return
+    from ..validate.generate import PROMPT, why_not
+
+    job, out = _convert(source, bits, recipe, mtp, keep_mtp_fp16, out)
+    if reason := why_not(out, job.plan.total_bytes):
+        _say(f"No text generated: {reason}.")
+        return
+    _generate(out, PROMPT if prompt is None else prompt, max_tokens)
+
+
+@cli.command()
+@build_options
+@click.option("--json", "as_json", is_flag=True, help="Every tensor, as JSON.")
+def plan(source, bits, recipe, mtp, keep_mtp_fp16, as_json):
+    """Show what would be written, from headers alone."""
+    from .pipeline import prepare
+
+    job = prepare(source, _recipe(bits, recipe), _mtp(mtp, keep_mtp_fp16))
+    if as_json:
+        click.echo(json.dumps(job.plan.as_dict() | {"plan_hash": job.plan.plan_hash}, indent=1))
+    else:
+        _show_plan(job, click.echo)
+
+
+@cli.command()
+@build_options
+@out_option
+def convert(source, bits, recipe, mtp, keep_mtp_fp16, out):
+    """Write the MLX repository, or go on with an interrupted run."""
+    _convert(source, bits, recipe, mtp, keep_mtp_fp16, out)
+
+
+@cli.command()
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="The same as JSON.")
+def inspect(folder, as_json):
+    """Say what a converted repository holds."""
+    from ..validate.inspect import inspect_repo
+    from .show import build_text
+
+    found = inspect_repo(folder)
+    click.echo(json.dumps(found, indent=1) if as_json else build_text(found))
+
+
+def _convert(source, bits, recipe, mtp, keep_mtp_fp16, out):
+    from . import pipeline
+    from .progress import Progress
+    from .show import mtp_sentence
+
+    recipe, mtp = _recipe(bits, recipe), _mtp(mtp, keep_mtp_fp16)
+    out = pipeline.default_out(source, recipe, mtp) if out is None else out
+    pipeline.check_unused(out)
+    job = pipeline.prepare(source, recipe, mtp)
+    _show_plan(job, _say)
+    progress = Progress(job.source_bytes)
+    try:
+        casts = pipeline.convert(job, out, progress)
+    except KeyboardInterrupt:
+        _say(f"Interrupted. Run the same command again (--out {out}) to go on.")
+        raise
+    finally:
+        progress.close()
+    _say(mtp_sentence(job.plan, casts))
+    _say(f"Written: {out}")
+    return job, out
+
+
+def _generate(out: Path, prompt: str, max_tokens: int) -> None:
+    from ..validate.generate import generate
+
+    click.echo(prompt, nl=False)
+    for text in generate(out, prompt, max_tokens):
+        click.echo(text, nl=False)
+    click.echo()
+
+
+def _show_plan(job, say: Callable[[str], None]) -> None:
+    from .show import family_rows, text_table
+
+    say(text_table(family_rows(job.plan)))
+    shards = len(job.plan.shards)
+    say(f"Recipe {job.plan.recipe.name}, MTP head {job.plan.mtp}, {shards} shard{'s' if shards > 1 else ''}.")
+    if job.plan.dropped:
+        say(f"Dropped on purpose: {len(job.plan.dropped)} tensors of the MTP head (model.mtp_layers.0.*).")
+
+
+def _recipe(bits: str | None, recipe: str | None) -> str:
+    from .recipe import BITS as RECIPES
+
+    if bits and recipe:
+        raise click.UsageError("--bits and --recipe both choose the recipe; give one of them")
+    return recipe or RECIPES[bits or "4.5"]
+
+
+def _mtp(mtp: str | None, keep_mtp_fp16: bool) -> str | None:
+    if keep_mtp_fp16 and mtp not in (None, "fp16"):
+        raise click.UsageError(f"--keep-mtp-fp16 is --mtp fp16; it does not go with --mtp {mtp}")
+    return "fp16" if keep_mtp_fp16 else mtp
+
+
+def _say(text: str) -> None:
+    click.echo(text, err=True)
+
+
+def main() -> None:
+    """Entry point: runs a command, and turns what a user can mend into one line."""
+    from ..quantize.errors import MotifConvertError
+
+    try:
+        cli.main(prog_name="motif-convert", standalone_mode=False)
+    except click.ClickException as e:
+        e.show()
+        sys.exit(2)
+    except (click.Abort, KeyboardInterrupt):
+        sys.exit(130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    except MotifConvertError as e:
+        _say(f"motif-convert: error: {e}")
+        sys.exit(2)
+    except OSError as e:
+        _say(f"motif-convert: error: {e.filename or ''}: {e.strerror or e}".replace(": :", ":"))
+        sys.exit(2)

@@ -1,0 +1,1 @@
+"""An MLX repository becomes evidence: it loads, it generates."""

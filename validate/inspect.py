@@ -1,0 +1,96 @@
+"""What a converted repository holds, read from its headers, its config and its provenance."""
+
+from math import prod
+from pathlib import Path
+
+from ..convert.checkpoint import Checkpoint, TensorInfo, open_checkpoint, read_json
+from ..convert.names import FAMILIES, entries
+from ..convert.repo import PROVENANCE
+from ..convert.stream import JOURNAL
+from ..quantize.errors import SourceError
+
+PARTS = (".scales", ".biases")
+
+
+def inspect_repo(folder: Path) -> dict:
+    """Families, precisions, sizes, MTP policy and provenance of an MLX repository of Motif-3.
+
+    Returns:
+        A dict that is JSON: `families` (family, tensors, parameters, bytes, bits_per_weight,
+        precisions), `total_bytes`, `total_parameters`, `bits_per_weight`, `shards`, `mtp` (policy,
+        present, precisions) and `provenance` (motif-convert.json less its file list, or None).
+    Raises:
+        SourceError: not such a repository, not whole, or an interrupted run's.
+    """
+    if (folder / JOURNAL).exists():
+        raise SourceError(f"{folder}: an interrupted run; run the same command again to finish it")
+    repo = open_checkpoint(folder)
+    quantization = repo.config.get("quantization") or {}
+    if repo.config.get("model_type") != "Motif" or not isinstance(quantization, dict):
+        raise SourceError(f"{folder}: config.json is not that of a Motif-3 in MLX format")
+    try:
+        family_of = {target: e.family for e in entries(repo.config) for target in e.targets}
+    except (KeyError, TypeError, ValueError) as e:
+        raise SourceError(f"{folder}: config.json has no usable {e}") from None
+
+    table: dict[str, dict] = {}
+    for info in repo.tensors.values():
+        owner = _owner(info.name)
+        family = family_of.get(owner)
+        if family is None:
+            raise SourceError(f"{folder}: {info.name} ({info.shard}) is not an MLX tensor of Motif-3")
+        row = table.setdefault(family, {"tensors": 0, "parameters": 0, "bytes": 0, "precisions": []})
+        parameters, precision = _stored_as(info, repo, quantization)
+        row["tensors"] += 1
+        row["parameters"] += parameters
+        row["bytes"] += info.nbytes
+        if precision and precision not in row["precisions"]:
+            row["precisions"].append(precision)
+
+    families = [
+        {"family": f, **table[f], "bits_per_weight": 8 * table[f]["bytes"] / table[f]["parameters"]}
+        for f in FAMILIES
+        if f in table
+    ]
+    total_bytes = sum(f["bytes"] for f in families)
+    total_parameters = sum(f["parameters"] for f in families)
+    provenance = read_json(folder / PROVENANCE)[0] if (folder / PROVENANCE).exists() else None
+    head = table.get("MTP head")
+    return {
+        "folder": folder.resolve().name,
+        "families": families,
+        "total_bytes": total_bytes,
+        "total_parameters": total_parameters,
+        "bits_per_weight": 8 * total_bytes / total_parameters,
+        "shards": len({t.shard for t in repo.tensors.values()}),
+        "mtp": {
+            "present": head is not None,
+            "declared": bool(repo.config.get("num_nextn_predict_layers")),
+            "policy": provenance["mtp"]["policy"] if provenance else None,
+            "precisions": head["precisions"] if head else [],
+        },
+        "provenance": {k: v for k, v in provenance.items() if k != "files"} if provenance else None,
+    }
+
+
+def _owner(name: str) -> str:
+    """The weight that a tensor is, or is a part of."""
+    for part in PARTS:
+        if name.endswith(part):
+            return name.removesuffix(part) + ".weight"
+    return name
+
+
+def _stored_as(info: TensorInfo, repo: Checkpoint, quantization: dict) -> tuple[int, str | None]:
+    """Parameters that a stored tensor stands for, and the precision it shows (None for a part)."""
+    if info.name.endswith(PARTS):
+        return 0, None
+    path = info.name.removesuffix(".weight")
+    scales = repo.tensors.get(path + ".scales")
+    if scales is None:
+        return prod(info.shape), info.dtype
+    how = quantization.get(path, quantization)
+    try:
+        return prod(scales.shape) * how["group_size"], f"{how['mode']} {how['bits']}-bit, group {how['group_size']}"
+    except (KeyError, TypeError):
+        raise SourceError(f"config.json: `quantization` does not say how {path} is quantized") from None
