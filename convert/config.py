@@ -82,7 +82,8 @@ def built_config(source: dict, quantized: dict[str, Quantized], dominant: Quanti
     if "rope_scaling" in config:
         args = ModelArgs.from_dict(source)
         flat = ("rope_factor", "original_seq_len", "mscale", "rope_theta", "beta_fast", "beta_slow")
-        config |= {"rope_scaling": None, **{key: getattr(args, key) for key in flat}}
+        config |= {key: getattr(args, key) for key in flat}
+        del config["rope_scaling"]  # transformers >= 5.14 rejects Motif's
     config |= mtp
     config["model_file"] = MODEL_FILE
     if quantized:

@@ -192,8 +192,7 @@ def _write_module(module: Module, checkpoint: Checkpoint, file: HashedFile, prog
 
 
 def _write_quantized(module: Module, checkpoint: Checkpoint, file: HashedFile, progress) -> None:
-    weight, *rest = module.stored
-    later = {t.name: np.empty(prod(t.shape), RAW_DTYPES[t.dtype]) for t in rest}
+    later = {t.name: np.empty(prod(t.shape), RAW_DTYPES[t.dtype]) for t in module.stored[1:]}
     at = 0
     for block in blocks(module, checkpoint):
         made = affine_quantize(block, module.source_dtype, module.precision)

@@ -104,9 +104,7 @@ def _precision(keys: dict[str, yaml.Node], node: yaml.Node, file: str) -> Precis
             raise _error(file, keys["dtype"], f"dtype {dtype!r} is not one of {', '.join(KEPT_DTYPES)}")
         return Float(KEPT_DTYPES[dtype])
     if missing := {"bits", "group_size"} - keys.keys():
-        raise _error(
-            file, node, f"a rule needs `bits`, `group_size` and `mode`, or `dtype: source`; no `{min(missing)}`"
-        )
+        raise _error(file, node, f"a rule needs `bits` and `group_size`, or `dtype: source`; no `{min(missing)}`")
     numbers = {}
     for key in ("bits", "group_size"):
         text = _scalar(keys[key], file, key)
