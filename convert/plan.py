@@ -178,7 +178,9 @@ class Plan:
         for family in FAMILIES:
             mods = [m for m in self.modules if m.family == family]
             if mods:
-                precisions = dict.fromkeys(str(m.precision) for m in mods)
+                precisions = dict.fromkeys(
+                    m.stored[0].dtype if isinstance(m.precision, Float) else str(m.precision) for m in mods
+                )
                 table.append(
                     {
                         "family": family,

@@ -131,7 +131,7 @@ def _checked_format(bits: int, group_size: int, dtype: str, *raw: np.ndarray) ->
 
 def _scale_and_bias(values: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
     """Scale and bias of each group, not yet rounded to the source dtype: float32 [G, group_size] -> two float32 [G]."""
-    columns = np.ascontiguousarray(values.T)  # numpy reduces over the first axis several times faster than the last
+    columns = values.T.copy()  # numpy reduces over the first axis several times faster than the last
     missing = np.isnan(columns)  # passed over by hand: a signalling NaN makes fmax and fmin forget what they have seen
     np.copyto(columns, -np.inf, where=missing)
     wmax = columns.max(axis=0)
