@@ -3,7 +3,8 @@
 import math
 
 from ..quantize.errors import SourceError, listing
-from ..quantize.precision import Quantized
+from ..quantize.precision import NVFP4, Quantized
+from .nvfp4 import QUANT_METHOD, is_marked
 
 MODEL_FILE = "motif.py"
 MAX_SIZE = 2**31 - 1
@@ -48,9 +49,10 @@ def check_config(config: dict) -> None:
             problems.append(f"{key} is {value!r}, not a number")
     if config.get("num_nextn_predict_layers", 0) not in (0, 1):
         problems.append(f"num_nextn_predict_layers is {config['num_nextn_predict_layers']!r}; one MTP layer at most")
-    if scheme := config.get("quantization_config") or config.get("quantization"):
+    scheme = config.get("quantization_config") or config.get("quantization")
+    if scheme and not is_marked(config):
         method = scheme.get("quant_method", scheme) if isinstance(scheme, dict) else scheme
-        problems.append(f"quantization_config is {method!r}; convert from the BF16 checkpoint")
+        problems.append(f"quantization_config is {method!r}; BF16 and {QUANT_METHOD} checkpoints can be read")
     if not problems:
         problems = _refused_by_model(config)
     if problems:
@@ -87,7 +89,10 @@ def built_config(source: dict, quantized: dict[str, Quantized], dominant: Quanti
     config |= mtp
     config["model_file"] = MODEL_FILE
     if quantized:
-        modules = {path: precision.as_config() for path, precision in quantized.items()}
+        modules = {
+            path: precision.as_config() | ({"global_scale": True} if precision == NVFP4 else {})
+            for path, precision in quantized.items()
+        }
         config["quantization"] = {**dominant.as_config(), **modules}
         config["quantization_config"] = config["quantization"]
     return config

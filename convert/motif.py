@@ -34,6 +34,7 @@ MHC_GATE_CLIP = 10.0  # logits of h_pre and h_post
 MHC_RES_CLIP = 20.0  # logits of h_res
 SINKHORN_FLOOR = 1e-8  # smallest row or column sum to divide by
 POLYNORM_EPS = 1e-6
+NVFP4_SPAN = 448 * 6  # global_scale is what E4M3 and E2M1 span, times the per-expert scale
 HIDDEN_CLAMP_INERT = 1e6  # the published value; a smaller one could act and is not implemented
 
 DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
@@ -275,6 +276,27 @@ class ExpertLinear(SwitchLinear):
         return y.astype(x.dtype)
 
 
+def expert_matmul(linear, x, indices, sorted_indices):
+    """x @ W_e^T. mlx's `gather_qmm` takes the per-expert scale of nvfp4 on a GPU alone; elsewhere it is
+    multiplied in afterwards."""
+    scale = linear.get("global_scale")
+    if scale is None or mx.default_device() == mx.gpu:
+        return linear(x, indices, sorted_indices)
+    y = mx.gather_qmm(
+        x,
+        linear["weight"],
+        linear["scales"],
+        rhs_indices=indices,
+        transpose=True,
+        group_size=linear.group_size,
+        bits=linear.bits,
+        mode=linear.mode,
+        sorted_indices=sorted_indices,
+    )
+    scale = (scale / NVFP4_SPAN)[indices].reshape(*indices.shape, *(1,) * (y.ndim - indices.ndim))
+    return (y.astype(mx.float32) * scale).astype(x.dtype)
+
+
 class RoutedExperts(nn.Module):
     """Every token through its own experts: `down_e(PolyNorm_e(gate_e x) * up_e x)`."""
 
@@ -299,13 +321,14 @@ class RoutedExperts(nn.Module):
         else:
             x, idx = mx.repeat(x, top_k, axis=0), flat
         x = x[:, None, :]
-        gate = self.gate_proj(x, idx, sorted_indices=order is not None)
-        up = self.up_proj(x, idx, sorted_indices=order is not None)
+        is_sorted = order is not None
+        gate = expert_matmul(self.gate_proj, x, idx, is_sorted)
+        up = expert_matmul(self.up_proj, x, idx, is_sorted)
         weight, bias = self.act_fn.weight[idx][:, None], self.act_fn.bias[idx][:, None]
         if self.bias_clamp is not None:
             bias = mx.clip(bias, -self.bias_clamp, self.bias_clamp)
         act = poly_norm(gate, up, weight, bias, self.output_scale)
-        y = self.down_proj(act, idx, sorted_indices=order is not None).squeeze(-2)
+        y = expert_matmul(self.down_proj, act, idx, is_sorted).squeeze(-2)
         if order is not None:
             y = y[mx.argsort(order)]
         return y.reshape(tokens, top_k, -1)

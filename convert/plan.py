@@ -11,6 +11,7 @@ from ..quantize.policy import MTP_POLICIES, Recipe, assign
 from ..quantize.precision import (
     DTYPE_BYTES,
     FLOAT_DTYPES,
+    NVFP4,
     Float,
     Precision,
     Quantized,
@@ -20,6 +21,7 @@ from ..quantize.precision import (
 from .checkpoint import Checkpoint
 from .config import TORCH_NAMES, check_config
 from .names import FAMILIES, FIXED, PROJECTION, Entry, entries
+from .nvfp4 import EXPERT_SCALES, SIDECAR, is_nvfp4, stack_tensors
 
 MAX_SHARD_BYTES = 5 << 30
 HEADER_BYTES_PER_TENSOR = 160  # beside the name: dtype, shape and offsets as JSON, at the most
@@ -45,8 +47,11 @@ class Module:
 
     Args:
         path: MLX module path (for a float: the parameter's own path).
-        source: source tensor.
-        source_dtype, source_shape: as the source's header has them.
+        source: source tensor; of NVFP4 experts, the codes.
+        sources: all source tensors it needs: three for NVFP4 experts.
+        source_dtype: as the source's header has it; "NVFP4" for experts in that layout.
+        source_shape: unpacked.
+        source_nbytes: bytes to read; what both halves of a stack share counts for the first.
         part, parts: which of how many equal parts of the rows (the last axis but one).
         shape: of this part, unpacked.
         precision: how it is stored.
@@ -56,8 +61,10 @@ class Module:
 
     path: str
     source: str
+    sources: tuple[str, ...]
     source_dtype: str
     source_shape: tuple[int, ...]
+    source_nbytes: int
     part: int
     parts: int
     shape: tuple[int, ...]
@@ -71,12 +78,22 @@ class Module:
         return sum(t.nbytes for t in self.stored)
 
     @property
-    def source_nbytes(self) -> int:
-        return tensor_bytes(self.source_dtype, self.shape)
-
-    @property
     def parameters(self) -> int:
         return prod(self.shape)
+
+    @property
+    def origin(self) -> str | None:
+        """What was done to a stack of NVFP4 experts; None for all else."""
+        if self.source_dtype != "NVFP4":
+            return None
+        if self.precision == NVFP4:
+            return "NVFP4, codes and scales of the source byte for byte"
+        return "NVFP4 decoded to BF16" + (", then quantized" if isinstance(self.precision, Quantized) else "")
+
+    @property
+    def float_dtype(self) -> str:
+        """The dtype that a source has when it is read as floats: NVFP4 decodes to BF16."""
+        return "BF16" if self.source_dtype == "NVFP4" else self.source_dtype
 
 
 @dataclass(frozen=True)
@@ -89,6 +106,8 @@ class Plan:
     dropped: tuple[tuple[str, int], ...]
     body_dtype: str
     has_mtp: bool
+    nvfp4: bool
+    unused: tuple[str, ...]
     config_sha256: str
     index_sha256: str | None
 
@@ -125,9 +144,17 @@ class Plan:
                 weight[m.precision] = weight.get(m.precision, 0) + m.parameters
         return max(weight, key=weight.get, default=None)
 
+    @property
+    def experts_from(self) -> str:
+        """Where the bits of the routed experts' matrices come from."""
+        origins = dict.fromkeys(m.origin for m in self.modules if m.family == "routed experts" and m.origin)
+        return "; ".join(origins) or self.body_dtype
+
     def config_keys(self) -> dict:
         """What config.json has to say of dtypes and of the MTP head, so that it follows the bytes."""
         keys = {"torch_dtype": TORCH_NAMES[self.body_dtype], "num_nextn_predict_layers": int(self.has_mtp)}
+        if self.nvfp4:
+            keys["experts_from"] = self.experts_from
         if self.has_mtp and isinstance(MTP_POLICIES[self.mtp][0], Float):
             keys["mtp_dtype"] = TORCH_NAMES[MTP_POLICIES[self.mtp][0].dtype]
             keys["mtp_compute_dtype"] = TORCH_NAMES[self.body_dtype]
@@ -141,7 +168,7 @@ class Plan:
             tensors += [
                 {
                     "name": t.name,
-                    "sources": [m.source],
+                    "sources": list(m.sources),
                     "family": m.family,
                     "shape": list(t.shape),
                     "dtype": t.dtype,
@@ -162,7 +189,9 @@ class Plan:
             "total_bytes": self.total_bytes,
             "total_parameters": self.total_parameters,
             "bits_per_weight": self.bits_per_weight,
+            "experts_from": self.experts_from,
             "dropped": [name for name, _ in self.dropped],
+            "unused": list(self.unused),
             "tensors": tensors,
         }
 
@@ -193,11 +222,13 @@ class Plan:
         return table
 
 
-def make_plan(checkpoint: Checkpoint, recipe: Recipe, mtp: str | None = None) -> Plan:
+def make_plan(checkpoint: Checkpoint, recipe: Recipe, mtp: str | None = None, requantize: bool = False) -> Plan:
     """Places every tensor of the source, or stops with all that can't be placed.
 
     Args:
         mtp: a key of MTP_POLICIES that overrides the recipe's.
+        requantize: whether a recipe's affine 4-bit rule holds for experts that are NVFP4 too; they keep
+            their own 4 bits otherwise.
     Returns:
         The plan; its `mtp` is "none" for a checkpoint without a head.
     Raises:
@@ -206,14 +237,18 @@ def make_plan(checkpoint: Checkpoint, recipe: Recipe, mtp: str | None = None) ->
     """
     policy = mtp or recipe.mtp
     check_config(checkpoint.config)
+    nvfp4 = is_nvfp4(checkpoint)
+    if requantize and not nvfp4:
+        raise RecipeError("--experts affine is for an NVFP4 source; the recipe alone decides for this one")
     table = list(entries(checkpoint.config))
-    _check_tensors(checkpoint, table)
-    body_dtype = checkpoint.tensors["model.norm.weight"].dtype
+    stacks = {e.source for e in table if nvfp4 and e.family == "routed experts" and e.kind == PROJECTION}
+    _check_tensors(checkpoint, table, stacks)
 
     body = [e for e in table if e.family != "MTP head"]
-    chosen = assign(recipe, _inputs(body, PROJECTION), _inputs(body, FIXED))
-    _check_kept(recipe, body, checkpoint, chosen)
     head = [e for e in table if e.family == "MTP head"]
+    chosen = assign(recipe, _inputs(body, PROJECTION), _inputs(body, FIXED))
+    chosen |= _kept_nvfp4([e for e in body if e.source in stacks], chosen, requantize)
+    _check_kept(recipe, body, checkpoint, chosen, stacks)
     if mtp == "drop" and not head:
         raise RecipeError("--mtp drop: this checkpoint has no MTP head to drop; leave the option out")
     if mtp not in (None, "drop") and not head:
@@ -222,24 +257,31 @@ def make_plan(checkpoint: Checkpoint, recipe: Recipe, mtp: str | None = None) ->
 
     dropping = MTP_POLICIES[policy] is None
     kept = body if dropping else table
-    modules = [m for e in kept for m in _modules(e, checkpoint.tensors[e.source].dtype, chosen)]
+    modules = [m for e in kept for m in _modules(e, checkpoint, e.source in stacks, chosen)]
     return Plan(
         recipe=recipe,
         mtp=policy if head else "none",
         modules=tuple(_place(modules)),
         dropped=tuple((e.source, checkpoint.tensors[e.source].nbytes) for e in head if dropping),
-        body_dtype=body_dtype,
+        body_dtype=checkpoint.tensors["model.norm.weight"].dtype,
         has_mtp=bool(head) and not dropping,
+        nvfp4=nvfp4,
+        unused=tuple(f for f in (SIDECAR,) if nvfp4 and (checkpoint.folder / f).exists()),
         config_sha256=checkpoint.config_sha256,
         index_sha256=checkpoint.index_sha256,
     )
 
 
-def _check_tensors(checkpoint: Checkpoint, table: list[Entry]) -> None:
-    found, expected = checkpoint.tensors, {e.source: e for e in table}
-    missing = [n for n in expected if n not in found]
-    head = [n for n in expected if expected[n].family == "MTP head"]
-    if head and all(n in missing for n in head):
+def _check_tensors(checkpoint: Checkpoint, table: list[Entry], stacks: set[str]) -> None:
+    found = checkpoint.tensors
+    expected: dict[str, tuple] = {}  # name -> (dtypes it may have, shape)
+    for e in table:
+        if e.source in stacks:
+            expected |= {name: ((dtype,), shape) for name, (dtype, shape) in stack_tensors(e.source, e.shape).items()}
+        else:
+            expected[e.source] = (FLOAT_DTYPES, e.shape)
+    head = [e.source for e in table if e.family == "MTP head"]
+    if head and not any(n in found for n in head):
         raise SourceError(
             "config.json: num_nextn_predict_layers is 1, but the checkpoint has no model.mtp_layers.0.* tensors; "
             "get the whole checkpoint"
@@ -247,18 +289,32 @@ def _check_tensors(checkpoint: Checkpoint, table: list[Entry]) -> None:
     layers = {m[1] for n in found if (m := re.match(r"model\.mtp_layers\.(\d+)\.", n))}
     if len(layers) > 1:
         raise SourceError(f"the checkpoint has {len(layers)} MTP layers (model.mtp_layers.*); one is supported")
-    problems = [f"{n}: missing" for n in missing]
+    problems = [f"{n}: missing" for n in expected if n not in found]
     for name, info in found.items():
         if name not in expected:
             problems.append(f"{name}: not a tensor of this model ({info.shard})")
-        elif info.shape != expected[name].shape:
-            problems.append(
-                f"{name}: shape {list(info.shape)}, config.json means {list(expected[name].shape)} ({info.shard})"
-            )
-        elif info.dtype not in FLOAT_DTYPES:
-            problems.append(f"{name}: dtype {info.dtype}, not one of {', '.join(FLOAT_DTYPES)} ({info.shard})")
+            continue
+        dtypes, shape = expected[name]
+        if info.shape != shape:
+            problems.append(f"{name}: shape {list(info.shape)}, config.json means {list(shape)} ({info.shard})")
+        elif info.dtype not in dtypes:
+            problems.append(f"{name}: dtype {info.dtype}, not {' or '.join(dtypes)} ({info.shard})")
     if problems:
         raise SourceError(listing("the tensors are not those that config.json describes", problems))
+
+
+def _kept_nvfp4(stacks: list[Entry], chosen: dict[str, Precision], requantize: bool) -> dict[str, Precision]:
+    """NVFP4 experts keep their codes where the recipe asks for the source's bits, for nvfp4, or for 4 bits."""
+    paths = [_module_path(t) for e in stacks for t in e.targets]
+    if odd := [e.source for e in stacks if e.shape[-1] % NVFP4.group_size]:
+        raise SourceError(listing(f"NVFP4 needs inputs in groups of {NVFP4.group_size}", odd))
+
+    def keeps(precision: Precision) -> bool:
+        if isinstance(precision, Float):
+            return precision.dtype is None
+        return precision == NVFP4 or (precision.bits == 4 and not requantize)
+
+    return {p: NVFP4 for p in paths if keeps(chosen[p])}
 
 
 def _module_path(target: str) -> str:
@@ -269,16 +325,21 @@ def _inputs(table: list[Entry], kind: str) -> dict[str, int]:
     return {_module_path(t): e.shape[-1] for e in table if e.kind == kind for t in e.targets}
 
 
-def _check_kept(recipe: Recipe, body: list[Entry], checkpoint: Checkpoint, chosen: dict[str, Precision]) -> None:
+def _check_kept(
+    recipe: Recipe, body: list[Entry], checkpoint: Checkpoint, chosen: dict[str, Precision], stacks: set[str]
+) -> None:
     """A rule may name the dtype that it keeps; the body is never cast, since mlx would promote what meets it."""
-    wrong = [
-        f"{path} is {checkpoint.tensors[e.source].dtype}, not {chosen[path]}; write `dtype: source`"
-        for e in body
-        for path in map(_module_path, e.targets)
-        if isinstance(chosen.get(path), Float) and chosen[path].dtype not in (None, checkpoint.tensors[e.source].dtype)
-    ]
-    if wrong:
-        raise RecipeError(listing(f"recipe {recipe.file} would cast what it keeps", wrong))
+    problems = []
+    for e in body:
+        dtype = "BF16" if e.source in stacks else checkpoint.tensors[e.source].dtype
+        for path in map(_module_path, e.targets):
+            precision = chosen.get(path)
+            if isinstance(precision, Float) and precision.dtype not in (None, dtype):
+                problems.append(f"{path} is {dtype}, not {precision}; write `dtype: source`")
+            if precision == NVFP4 and e.source not in stacks:
+                problems.append(f"{path} is {dtype}; mode nvfp4 is for the experts of an NVFP4 source")
+    if problems:
+        raise RecipeError(listing(f"recipe {recipe.file} does not fit this checkpoint", problems))
 
 
 def _head_precisions(head: list[Entry], policy: str) -> dict[str, Precision]:
@@ -296,28 +357,35 @@ def _head_precisions(head: list[Entry], policy: str) -> dict[str, Precision]:
     return chosen
 
 
-def _modules(entry: Entry, dtype: str, chosen: dict[str, Precision]):
+def _modules(entry: Entry, checkpoint: Checkpoint, nvfp4: bool, chosen: dict[str, Precision]):
     """The module of a source tensor, or of each part of one."""
+    sources = tuple(stack_tensors(entry.source, entry.shape)) if nvfp4 else (entry.source,)
+    dtype = "NVFP4" if nvfp4 else checkpoint.tensors[entry.source].dtype
+    parts = len(entry.targets)
     for part, target in enumerate(entry.targets):
         path = _module_path(target)
         precision = chosen.get(path, Float())
         shape = entry.shape
-        if len(entry.targets) > 1:
-            shape = (*shape[:-2], shape[-2] // len(entry.targets), shape[-1])
+        if parts > 1:
+            shape = (*shape[:-2], shape[-2] // parts, shape[-1])
         if isinstance(precision, Float):
             path = target
-        stored = tuple(Stored(path + suffix, *kind) for suffix, kind in stored_tensors(shape, dtype, precision).items())
+        made = stored_tensors(shape, "BF16" if nvfp4 else dtype, precision)
+        shared = [s for s in sources if s.endswith(EXPERT_SCALES)]
+        nbytes = sum(checkpoint.tensors[s].nbytes // parts for s in sources if s not in shared)
         yield Module(
             path=path,
             source=entry.source,
+            sources=sources,
             source_dtype=dtype,
             source_shape=entry.shape,
+            source_nbytes=nbytes + sum(checkpoint.tensors[s].nbytes for s in shared if part == 0),
             part=part,
-            parts=len(entry.targets),
+            parts=parts,
             shape=shape,
             family=entry.family,
             precision=precision,
-            stored=stored,
+            stored=tuple(Stored(path + suffix, *kind) for suffix, kind in made.items()),
         )
 
 

@@ -11,6 +11,7 @@ from ..quantize.errors import OutputError, SourceError
 from .checkpoint import INDEX, Checkpoint, read_whole
 from .config import MODEL_FILE, built_config
 from .hub import Source
+from .nvfp4 import check_expert_scales
 from .plan import Plan
 from .shards import Written, as_json, index_json, write_file
 from .stream import CastReport, check_casts, open_journal, write_shards
@@ -47,6 +48,7 @@ def write_repo(
         SourceError: the source could not be read, or holds a value that does not fit.
         OutputError: the folder is in use, or could not be written.
     """
+    check_expert_scales(checkpoint, sorted({m.source for m in plan.modules if m.source_dtype == "NVFP4"}))
     casts = check_casts(plan, checkpoint)
     copied = {p.name: read_whole(p) for p in _to_copy(checkpoint.folder)}
     journal = open_journal(out, plan, version("motif-convert"))
@@ -93,6 +95,7 @@ def _provenance(plan: Plan, source: Source, casts: CastReport | None, written: d
             "dropped": [name for name, _ in plan.dropped],
             "casts": casts.as_dict() if casts else None,
         },
+        "experts_from": plan.experts_from,
         "plan_hash": plan.plan_hash,
         "quantizer": {"mlx": version("mlx"), "device": "cpu"},
         "total_bytes": plan.total_bytes,

@@ -13,9 +13,10 @@ from pathlib import Path
 import numpy as np
 
 from ..quantize.errors import OutputError, SourceError
-from ..quantize.kernels import RAW_DTYPES, affine_quantize, cast
-from ..quantize.precision import DTYPE_BYTES, Quantized
+from ..quantize.kernels import RAW_DTYPES, affine_quantize, cast, nvfp4_decode
+from ..quantize.precision import DTYPE_BYTES, NVFP4, Quantized
 from .checkpoint import Checkpoint
+from .nvfp4 import BLOCK_SCALES, SPAN, check_block_scales, expert_scales
 from .plan import Module, Plan
 from .shards import HashedFile, Written, as_json, new_file, shard_header, write_file
 
@@ -144,7 +145,7 @@ def check_casts(plan: Plan, checkpoint: Checkpoint) -> CastReport | None:
     report = CastReport()
     for module in plan.modules:
         (stored, *_) = module.stored
-        if isinstance(module.precision, Quantized) or stored.dtype == module.source_dtype:
+        if isinstance(module.precision, Quantized) or stored.dtype == module.float_dtype:
             continue
         row = 0
         for block in blocks(module, checkpoint):
@@ -159,48 +160,95 @@ def check_casts(plan: Plan, checkpoint: Checkpoint) -> CastReport | None:
     return report if report.values else None
 
 
-def blocks(module: Module, checkpoint: Checkpoint, limit: int = BLOCK_BYTES) -> Iterator[np.ndarray]:
-    """A module's source, in order, as raw arrays [rows, K] of at most `limit` bytes (but one row).
+@dataclass(frozen=True)
+class Rows:
+    """A run of rows of one matrix of a source stack: [first, first + count) of matrix `matrix`."""
+
+    matrix: int
+    first: int
+    count: int
+
+
+def row_runs(module: Module, row_bytes: int, limit: int = BLOCK_BYTES) -> Iterator[Rows]:
+    """A module's rows in order, in runs of at most `limit` bytes (but one row at least).
 
     A part of a stack (the gate or the up half of every expert) is cut out of each of its matrices.
     """
-    *lead, width = module.source_shape
-    row = width * DTYPE_BYTES[module.source_dtype]
-    whole = module.parts == 1
-    matrices, rows = (1, prod(lead)) if whole else (prod(lead[:-1]), lead[-1])
+    *lead, rows, _ = module.source_shape if len(module.source_shape) > 1 else (1, *module.source_shape)
     part = rows // module.parts
-    step = max(1, limit // row) if row else 1
-    for matrix in range(matrices):
-        first = matrix * rows + module.part * part
-        for start in range(first, first + part, step):
-            count = min(step, first + part - start)
-            raw = checkpoint.read(module.source, start * row, count * row)
-            yield raw.view(RAW_DTYPES[module.source_dtype]).reshape(count, width)
+    step = max(1, limit // max(row_bytes, 1))
+    for matrix in range(prod(lead)):
+        end = (module.part + 1) * part
+        for first in range(module.part * part, end, step):
+            yield Rows(matrix, first, min(step, end - first))
+
+
+def read_rows(checkpoint: Checkpoint, module: Module, source: str, row_bytes: int, run: Rows) -> np.ndarray:
+    """The bytes of a run of rows: uint8 [count, row_bytes]."""
+    rows = module.source_shape[-2] if len(module.source_shape) > 1 else 1
+    start = (run.matrix * rows + run.first) * row_bytes
+    return checkpoint.read(source, start, run.count * row_bytes).reshape(run.count, row_bytes)
+
+
+def blocks(module: Module, checkpoint: Checkpoint) -> Iterator[np.ndarray]:
+    """A module's source, in order, as raw float arrays [rows, K]; NVFP4 is decoded to BF16."""
+    width = module.source_shape[-1]
+    if module.source_dtype == "NVFP4":
+        scales = expert_scales(checkpoint, module.source)
+        for run in row_runs(module, width * DTYPE_BYTES["BF16"]):
+            codes = read_rows(checkpoint, module, module.source, width // 2, run)
+            yield nvfp4_decode(codes, _block_scales(checkpoint, module, run), scales[run.matrix])
+        return
+    row_bytes = width * DTYPE_BYTES[module.source_dtype]
+    for run in row_runs(module, row_bytes):
+        yield read_rows(checkpoint, module, module.source, row_bytes, run).view(RAW_DTYPES[module.source_dtype])
+
+
+def _block_scales(checkpoint: Checkpoint, module: Module, run: Rows) -> np.ndarray:
+    width = module.source_shape[-1] // NVFP4.group_size
+    scales = read_rows(checkpoint, module, module.source + BLOCK_SCALES, width, run)
+    check_block_scales(scales, module.source, run.matrix, run.first)
+    return scales
 
 
 def _write_module(module: Module, checkpoint: Checkpoint, file: HashedFile, progress) -> None:
-    if isinstance(module.precision, Quantized):
+    if module.precision == NVFP4:
+        _write_nvfp4(module, checkpoint, file, progress)
+    elif isinstance(module.precision, Quantized):
         _write_quantized(module, checkpoint, file, progress)
-        return
-    (stored,) = module.stored
-    for block in blocks(module, checkpoint):
-        size = block.nbytes
-        if stored.dtype != module.source_dtype:
-            block, _ = cast(block, module.source_dtype, stored.dtype)
-        file.write(block)
-        progress(size)
+    else:
+        (stored,) = module.stored
+        for block in blocks(module, checkpoint):
+            if stored.dtype != module.float_dtype:
+                block, _ = cast(block, module.float_dtype, stored.dtype)
+            file.write(block)
+            progress(block.size * module.source_nbytes // module.parameters)
 
 
 def _write_quantized(module: Module, checkpoint: Checkpoint, file: HashedFile, progress) -> None:
     later = {t.name: np.empty(prod(t.shape), RAW_DTYPES[t.dtype]) for t in module.stored[1:]}
     at = 0
     for block in blocks(module, checkpoint):
-        made = affine_quantize(block, module.source_dtype, module.precision)
+        made = affine_quantize(block, module.float_dtype, module.precision)
         file.write(made[".weight"])
         groups = made[".scales"].size
         for suffix in (".scales", ".biases"):
             later[module.path + suffix][at : at + groups] = made[suffix].reshape(-1)
         at += groups
-        progress(block.nbytes)
+        progress(block.size * module.source_nbytes // module.parameters)
     for values in later.values():
         file.write(values)
+
+
+def _write_nvfp4(module: Module, checkpoint: Checkpoint, file: HashedFile, progress) -> None:
+    """Codes and block scales byte for byte: MLX packs both as the vendor does."""
+    width = module.source_shape[-1]
+    for run in row_runs(module, width // 2):
+        codes = read_rows(checkpoint, module, module.source, width // 2, run)
+        file.write(codes)
+        progress(codes.nbytes)
+    file.write(expert_scales(checkpoint, module.source) * SPAN)
+    for run in row_runs(module, width // NVFP4.group_size):
+        scales = _block_scales(checkpoint, module, run)
+        file.write(scales)
+        progress(scales.nbytes)

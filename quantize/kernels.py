@@ -51,6 +51,38 @@ def f32_to_bf16(x: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(x), np.uint16(0x7FC0), rounded)
 
 
+def e2m1_e4m3_tables() -> tuple[np.ndarray, np.ndarray]:
+    """Values of all E2M1 bytes (two codes, the low nibble first), float32 [256, 2], and of all E4M3 bytes,
+    float32 [256] (OCP Microscaling Formats 1.0; E4M3 without infinities, 0x7F and 0xFF are NaN)."""
+    magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+    codes = np.concatenate([magnitudes, -magnitudes])
+    byte = np.arange(256)
+    pairs = np.stack([codes[byte & 15], codes[byte >> 4]], axis=-1)
+    exponent, mantissa = (byte >> 3) & 15, byte & 7
+    value = np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7.0))
+    value = np.where(byte & 0x7F == 0x7F, np.nan, np.where(byte & 0x80, -value, value))
+    return pairs, value.astype(np.float32)
+
+
+E2M1_PAIRS, E4M3 = e2m1_e4m3_tables()
+
+
+def nvfp4_decode(codes: np.ndarray, block_scales: np.ndarray, scale: np.float32) -> np.ndarray:
+    """NVFP4 rows to BF16: `(E2M1 * E4M3) * scale`, the first product exact, the second rounded to float32,
+    the result rounded to BF16, both to the nearest, ties to even.
+
+    Args:
+        codes: uint8 [N, K / 2], even k in the low nibble.
+        block_scales: uint8 [N, K / 16], E4M3 bits.
+        scale: the matrix's own.
+    Returns:
+        uint16 [N, K], BF16 bits.
+    """
+    rows, blocks = block_scales.shape
+    values = E2M1_PAIRS[codes].reshape(rows, blocks, 16) * E4M3[block_scales][..., None]
+    return f32_to_bf16((values * scale).reshape(rows, blocks * 16))
+
+
 def cast(raw: np.ndarray, source: str, target: str) -> tuple[np.ndarray, np.ndarray]:
     """Casts between float dtypes, to the nearest, ties to even (IEEE 754).
 

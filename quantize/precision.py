@@ -33,7 +33,8 @@ class Quantized:
     """MLX group quantization along the last axis.
 
     Args:
-        mode: "affine", which stores a scale and a bias a group.
+        mode: "affine", which stores a scale and a bias a group, or "nvfp4", which stores an E4M3 scale a
+            group of 16 and a float32 scale a matrix, and which this program passes through but never makes.
         bits: bits of a code.
         group_size: elements that share a scale and a bias.
     Raises:
@@ -45,8 +46,12 @@ class Quantized:
     group_size: int
 
     def __post_init__(self):
+        if self.mode == "nvfp4" and (self.bits, self.group_size) == (4, 16):
+            return
+        if self.mode == "nvfp4":
+            raise RecipeError("mode nvfp4 has bits 4 and group_size 16")
         if self.mode != "affine":
-            raise RecipeError(f"mode {self.mode!r} is not known; use affine")
+            raise RecipeError(f"mode {self.mode!r} is not known; use affine, or nvfp4 for NVFP4 experts")
         for name, value, known in (
             ("bits", self.bits, AFFINE_BITS),
             ("group_size", self.group_size, AFFINE_GROUP_SIZES),
@@ -58,11 +63,12 @@ class Quantized:
         return f"{self.mode} {self.bits}-bit, group {self.group_size}"
 
     def as_config(self) -> dict:
-        """One module's entry in the `quantization` map of config.json."""
+        """What the `quantization` map of config.json says of a precision."""
         return {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
 
 
 Precision = Float | Quantized
+NVFP4 = Quantized("nvfp4", 4, 16)
 
 
 def stored_tensors(shape: tuple[int, ...], source_dtype: str, precision: Precision) -> dict[str, tuple]:
@@ -72,15 +78,19 @@ def stored_tensors(shape: tuple[int, ...], source_dtype: str, precision: Precisi
         shape: of the unpacked tensor; its last axis is the input dimension.
         source_dtype: safetensors name.
     Returns:
-        suffix -> (dtype, shape). A float has the suffix ""; a quantized module has `.weight`
-        (uint32, `32 / bits` codes in each), `.scales` and `.biases` (in the source's dtype).
+        suffix -> (dtype, shape), in file order. A float has the suffix ""; a quantized module has `.weight`
+        (uint32, `32 / bits` codes in each), and `.scales` and `.biases` (in the source's dtype), or for nvfp4
+        `.global_scale` (float32, one for each matrix) and `.scales` (E4M3 bits).
     """
     if isinstance(precision, Float):
         return {"": (precision.dtype or source_dtype, shape)}
     *lead, width = shape
     per_group = (*lead, width // precision.group_size)
+    weight = ("U32", (*lead, width * precision.bits // 32))
+    if precision == NVFP4:
+        return {".weight": weight, ".global_scale": ("F32", tuple(lead[:-1])), ".scales": ("U8", per_group)}
     return {
-        ".weight": ("U32", (*lead, width * precision.bits // 32)),
+        ".weight": weight,
         ".scales": (source_dtype, per_group),
         ".biases": (source_dtype, per_group),
     }

@@ -42,6 +42,7 @@ def make_card(plan: Plan, source: Source, checkpoint: Checkpoint, casts: CastRep
         if "license" in theirs
         else "\nThe source states no license in its card; ask its authors before you publish.\n"
     )
+    experts = f"\nRouted experts: from {plan.experts_from}.\n" if plan.nvfp4 else ""
     return f"""---
 {front}---
 
@@ -68,4 +69,4 @@ mlx-lm does not know Motif-3 itself: it takes the architecture from `motif.py` i
 ## Precision
 
 {markdown_table(family_rows(plan))}
-"""
+{experts}"""

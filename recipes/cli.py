@@ -29,6 +29,11 @@ def build_options(command: Callable) -> Callable:
                 "--mtp", type=click.Choice(MTP), help="What becomes of the MTP head.  [default: the recipe's policy]"
             ),
             click.option("--keep-mtp-fp16", is_flag=True, help="The same as --mtp fp16."),
+            click.option(
+                "--experts",
+                type=click.Choice(["affine"]),
+                help="Quantize the experts of an NVFP4 source again, instead of keeping their own 4 bits.",
+            ),
         )
     ):
         command = option(command)
@@ -54,7 +59,7 @@ class Group(click.Group):
 @click.option("--max-tokens", type=click.IntRange(1), default=64, show_default=True, help="Tokens of that text.")
 @click.version_option(package_name="motif-convert", message="%(prog)s %(version)s")
 @click.pass_context
-def cli(ctx, source, bits, recipe, mtp, keep_mtp_fp16, out, prompt, max_tokens):
+def cli(ctx, source, bits, recipe, mtp, keep_mtp_fp16, experts, out, prompt, max_tokens):
     """Quantized MLX builds of Motif-3.
 
     Without a command: plan, convert, and a short generation with the result.
@@ -67,7 +72,7 @@ def cli(ctx, source, bits, recipe, mtp, keep_mtp_fp16, out, prompt, max_tokens):
         return
     from ..validate.generate import PROMPT, why_not
 
-    job, out = _convert(source, bits, recipe, mtp, keep_mtp_fp16, out)
+    job, out = _convert(source, bits, recipe, mtp, keep_mtp_fp16, experts, out)
     if reason := why_not(out, job.plan.total_bytes):
         _say(f"No text generated: {reason}.")
         return
@@ -77,11 +82,11 @@ def cli(ctx, source, bits, recipe, mtp, keep_mtp_fp16, out, prompt, max_tokens):
 @cli.command()
 @build_options
 @click.option("--json", "as_json", is_flag=True, help="Every tensor, as JSON.")
-def plan(source, bits, recipe, mtp, keep_mtp_fp16, as_json):
+def plan(source, bits, recipe, mtp, keep_mtp_fp16, experts, as_json):
     """Show what would be written, from headers alone."""
     from .pipeline import prepare
 
-    job = prepare(source, _recipe(bits, recipe), _mtp(mtp, keep_mtp_fp16))
+    job = prepare(source, _recipe(bits, recipe), _mtp(mtp, keep_mtp_fp16), experts)
     if as_json:
         click.echo(json.dumps(job.plan.as_dict() | {"plan_hash": job.plan.plan_hash}, indent=1))
     else:
@@ -91,9 +96,9 @@ def plan(source, bits, recipe, mtp, keep_mtp_fp16, as_json):
 @cli.command()
 @build_options
 @out_option
-def convert(source, bits, recipe, mtp, keep_mtp_fp16, out):
+def convert(source, bits, recipe, mtp, keep_mtp_fp16, experts, out):
     """Write the MLX repository, or go on with an interrupted run."""
-    _convert(source, bits, recipe, mtp, keep_mtp_fp16, out)
+    _convert(source, bits, recipe, mtp, keep_mtp_fp16, experts, out)
 
 
 @cli.command()
@@ -108,7 +113,7 @@ def inspect(folder, as_json):
     click.echo(json.dumps(found, indent=1) if as_json else build_text(found))
 
 
-def _convert(source, bits, recipe, mtp, keep_mtp_fp16, out):
+def _convert(source, bits, recipe, mtp, keep_mtp_fp16, experts, out):
     from . import pipeline
     from .progress import Progress
     from .show import mtp_sentence
@@ -116,7 +121,7 @@ def _convert(source, bits, recipe, mtp, keep_mtp_fp16, out):
     recipe, mtp = _recipe(bits, recipe), _mtp(mtp, keep_mtp_fp16)
     out = pipeline.default_out(source, recipe, mtp) if out is None else out
     pipeline.check_unused(out)
-    job = pipeline.prepare(source, recipe, mtp)
+    job = pipeline.prepare(source, recipe, mtp, experts)
     _show_plan(job, _say)
     progress = Progress(job.source_bytes)
     try:
@@ -146,6 +151,10 @@ def _show_plan(job, say: Callable[[str], None]) -> None:
     say(text_table(family_rows(job.plan)))
     shards = len(job.plan.shards)
     say(f"Recipe {job.plan.recipe.name}, MTP head {job.plan.mtp}, {shards} shard{'s' if shards > 1 else ''}.")
+    if job.plan.nvfp4:
+        say(f"Routed experts: from {job.plan.experts_from}.")
+    for file in job.plan.unused:
+        say(f"{file}: activation scales, which a weight-only build does not use; not copied.")
     if job.plan.dropped:
         say(f"Dropped on purpose: {len(job.plan.dropped)} tensors of the MTP head (model.mtp_layers.0.*).")
 

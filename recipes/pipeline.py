@@ -31,20 +31,21 @@ class Job:
         return sum(m.source_nbytes for m in self.plan.modules)
 
 
-def prepare(source: str, recipe: str, mtp: str | None) -> Job:
+def prepare(source: str, recipe: str, mtp: str | None, experts: str | None = None) -> Job:
     """Finds and opens the source, and plans its conversion; headers only.
 
     Args:
         source: "demo", a folder, or a Hub repo id.
         recipe: a built-in recipe's name, or a file.
         mtp: an MTP policy that overrides the recipe's.
+        experts: "affine" to quantize NVFP4 experts again where the recipe gives them 4 bits.
     Raises:
         SourceError, RecipeError.
     """
     rules = load_recipe(recipe)
     found = _demo() if source == DEMO else find_source(source)
     checkpoint = open_checkpoint(found.folder)
-    return Job(found, checkpoint, make_plan(checkpoint, rules, mtp))
+    return Job(found, checkpoint, make_plan(checkpoint, rules, mtp, experts == "affine"))
 
 
 def _demo() -> Source:

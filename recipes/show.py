@@ -104,6 +104,8 @@ def build_text(found: dict) -> str:
     lines.append(f"MTP head: {'; '.join(head['precisions']) if head['present'] else 'none'}{policy}")
     if head["present"] != head["declared"]:
         lines.append(f"WARNING: config.json says the build has {'an' if head['declared'] else 'no'} MTP head")
+    if found["experts_from"]:
+        lines.append(f"Routed experts: from {found['experts_from']}")
     if made is None:
         lines.append("Provenance: none (no motif-convert.json)")
     else:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 from motif_convert.convert.names import entries
 from motif_convert.quantize.kernels import f32_to_bf16
 

@@ -9,7 +9,7 @@ from ..convert.repo import PROVENANCE
 from ..convert.stream import JOURNAL
 from ..quantize.errors import SourceError
 
-PARTS = (".scales", ".biases")
+PARTS = (".scales", ".biases", ".global_scale")
 
 
 def inspect_repo(folder: Path) -> dict:
@@ -18,7 +18,7 @@ def inspect_repo(folder: Path) -> dict:
     Returns:
         A dict that is JSON: `families` (family, tensors, parameters, bytes, bits_per_weight,
         precisions), `total_bytes`, `total_parameters`, `bits_per_weight`, `shards`, `mtp` (policy,
-        present, precisions) and `provenance` (motif-convert.json less its file list, or None).
+        present, precisions), `experts_from` (for builds from NVFP4) and `provenance` (motif-convert.json less its file list, or None).
     Raises:
         SourceError: not such a repository, not whole, or an interrupted run's.
     """
@@ -69,6 +69,7 @@ def inspect_repo(folder: Path) -> dict:
             "policy": provenance["mtp"]["policy"] if provenance else None,
             "precisions": head["precisions"] if head else [],
         },
+        "experts_from": repo.config.get("experts_from"),
         "provenance": {k: v for k, v in provenance.items() if k != "files"} if provenance else None,
     }
 
