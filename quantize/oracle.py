@@ -206,11 +206,14 @@ def _e4m3_table() -> np.ndarray:
 
 
 def _e2m1_pairs() -> np.ndarray:
-    """float32 [256, 2]: the two weights of a byte, low nibble first. A code is sign << 3 | index of the magnitude."""
+    """uint64 [256]: the two weights of a byte as adjacent float32, low nibble first, so that a byte is one look-up.
+
+    A code is sign << 3 | index of the magnitude.
+    """
     magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
     weights = np.concatenate([magnitudes, -magnitudes])
     byte = np.arange(256)
-    return np.stack([weights[byte & 15], weights[byte >> 4]], axis=1)
+    return np.stack([weights[byte & 15], weights[byte >> 4]], axis=1).view(np.uint64).ravel()
 
 
 _E4M3 = _e4m3_table()
@@ -232,9 +235,9 @@ def nvfp4_dequantize(codes: np.ndarray, block_scales: np.ndarray, scale_2: np.nd
     """
     if codes.dtype != np.uint8 or block_scales.dtype != np.uint8:
         raise ValueError(f"codes and block scales must be uint8, not {codes.dtype} and {block_scales.dtype}")
-    if codes.ndim == 0 or codes.shape != (*block_scales.shape[:-1], block_scales.shape[-1] * 8):
+    if block_scales.ndim == 0 or codes.shape != (*block_scales.shape[:-1], block_scales.shape[-1] * 8):
         raise ValueError(f"codes {codes.shape} and block scales {block_scales.shape}: one scale takes 8 bytes of codes")
-    weights = _E2M1_PAIRS[codes].reshape(*block_scales.shape, 16)
+    weights = _E2M1_PAIRS.take(codes).view(np.float32).reshape(*block_scales.shape, 16)
     with np.errstate(all="ignore"):
         weights *= e4m3_to_f32(block_scales)[..., None]
         weights = weights.reshape(*codes.shape[:-1], codes.shape[-1] * 2)

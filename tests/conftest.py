@@ -63,7 +63,7 @@ def random_weights(config: dict, seed: int = 0) -> dict[str, np.ndarray]:
     weights = {}
     for entry in entries(config):
         x = rng.standard_normal(entry.shape).astype(np.float32)
-        x = x / np.sqrt(entry.shape[-1]) if len(entry.shape) > 1 else x
+        x = x / np.float32(entry.shape[-1] ** 0.5) if len(entry.shape) > 1 else x
         weights[entry.source] = f32_to_bf16(1 + 0.1 * x if "norm" in entry.source else x)
     return weights
 
