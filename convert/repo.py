@@ -11,10 +11,12 @@ from ..quantize.errors import OutputError, SourceError
 from .checkpoint import INDEX, Checkpoint, read_whole
 from .config import MODEL_FILE, built_config
 from .hub import Source
+from .journal import open_journal
+from .losses import Losses, measure_losses
 from .nvfp4 import check_expert_scales
 from .plan import Plan
 from .shards import Written, as_json, index_json, write_file
-from .stream import CastReport, check_casts, open_journal, write_shards
+from .stream import write_shards
 
 PROVENANCE = "motif-convert.json"
 PROVENANCE_FORMAT = 1
@@ -32,9 +34,9 @@ def write_repo(
     checkpoint: Checkpoint,
     source: Source,
     out: Path,
-    card: Callable[[CastReport | None], str],
+    card: Callable[[Losses], str],
     progress: Callable[[int, str], None],
-) -> CastReport | None:
+) -> Losses:
     """Converts `checkpoint` into the MLX repository `out`, or goes on with an interrupted run.
 
     config.json is written last: without it no loader takes the folder for a model.
@@ -43,13 +45,13 @@ def write_repo(
         card: makes README.md.
         progress: called with bytes of source done and the name of the shard.
     Returns:
-        What casting the MTP head cost, or None if nothing was cast.
+        What casting the MTP head and quantizing NVFP4 experts again cost.
     Raises:
         SourceError: the source could not be read, or holds a value that does not fit.
         OutputError: the folder is in use, or could not be written.
     """
     check_expert_scales(checkpoint, sorted({m.source for m in plan.modules if m.source_dtype == "NVFP4"}))
-    casts = check_casts(plan, checkpoint)
+    losses = measure_losses(plan, checkpoint)
     copied = {p.name: read_whole(p) for p in _to_copy(checkpoint.folder)}
     journal = open_journal(out, plan, version("motif-convert"))
     try:
@@ -60,16 +62,16 @@ def write_repo(
         raise
     contents = copied | {
         MODEL_FILE: (files(__package__) / MODEL_FILE).read_bytes(),
-        "README.md": card(casts).encode(),
+        "README.md": card(losses).encode(),
         INDEX: index_json(plan),
     }
     config = as_json(built_config(checkpoint.config, plan.quantized, plan.dominant, plan.config_keys()))
     written = journal.shards | {name: write_file(out / name, data) for name, data in contents.items()}
     written["config.json"] = Written(len(config), hashlib.sha256(config).hexdigest())
-    write_file(out / PROVENANCE, as_json(_provenance(plan, source, casts, written)))
+    write_file(out / PROVENANCE, as_json(_provenance(plan, source, losses, written)))
     write_file(out / "config.json", config)
     journal.remove()
-    return casts
+    return losses
 
 
 def _to_copy(folder: Path) -> list[Path]:
@@ -79,7 +81,7 @@ def _to_copy(folder: Path) -> list[Path]:
         raise OutputError(f"{folder}: could not be read: {e.strerror}") from None
 
 
-def _provenance(plan: Plan, source: Source, casts: CastReport | None, written: dict[str, Written]) -> dict:
+def _provenance(plan: Plan, source: Source, losses: Losses, written: dict[str, Written]) -> dict:
     return {
         "format": PROVENANCE_FORMAT,
         "converter": {"name": "motif-convert", "version": version("motif-convert")},
@@ -93,9 +95,12 @@ def _provenance(plan: Plan, source: Source, casts: CastReport | None, written: d
         "mtp": {
             "policy": plan.mtp,
             "dropped": [name for name, _ in plan.dropped],
-            "casts": casts.as_dict() if casts else None,
+            "casts": losses.casts.as_dict() if losses.casts else None,
         },
-        "experts_from": plan.experts_from,
+        "experts": {
+            "from": plan.experts_from,
+            "requantized": losses.requantized.as_dict() if losses.requantized else None,
+        },
         "plan_hash": plan.plan_hash,
         "quantizer": {"mlx": version("mlx"), "device": "cpu"},
         "total_bytes": plan.total_bytes,

@@ -4,10 +4,10 @@ import yaml
 
 from ..convert.checkpoint import Checkpoint, read_whole
 from ..convert.hub import Source
+from ..convert.losses import Losses
 from ..convert.plan import Plan
-from ..convert.stream import CastReport
 from ..quantize.errors import SourceError
-from .show import family_rows, markdown_table, mtp_sentence
+from .show import experts_sentence, family_rows, markdown_table, mtp_sentence
 
 MAX_CARD_BYTES = 4 << 20
 
@@ -26,7 +26,7 @@ def source_metadata(checkpoint: Checkpoint) -> dict:
     return meta if isinstance(meta, dict) else {}
 
 
-def make_card(plan: Plan, source: Source, checkpoint: Checkpoint, casts: CastReport | None) -> str:
+def make_card(plan: Plan, source: Source, checkpoint: Checkpoint, losses: Losses) -> str:
     """The card's text. License and languages are the source's own; nothing is assumed."""
     theirs = source_metadata(checkpoint)
     meta = {k: theirs[k] for k in ("license", "license_name", "license_link", "language") if k in theirs}
@@ -42,7 +42,7 @@ def make_card(plan: Plan, source: Source, checkpoint: Checkpoint, casts: CastRep
         if "license" in theirs
         else "\nThe source states no license in its card; ask its authors before you publish.\n"
     )
-    experts = f"\nRouted experts: from {plan.experts_from}.\n" if plan.nvfp4 else ""
+    experts = f"\n{experts_sentence(plan, losses)}\n" if plan.nvfp4 else ""
     return f"""---
 {front}---
 
@@ -64,7 +64,7 @@ mlx-lm does not know Motif-3 itself: it takes the architecture from `motif.py` i
 
 ## MTP head
 
-{mtp_sentence(plan, casts)}
+{mtp_sentence(plan, losses)}
 
 ## Precision
 

@@ -116,7 +116,7 @@ def inspect(folder, as_json):
 def _convert(source, bits, recipe, mtp, keep_mtp_fp16, experts, out):
     from . import pipeline
     from .progress import Progress
-    from .show import mtp_sentence
+    from .show import experts_sentence, mtp_sentence
 
     recipe, mtp = _recipe(bits, recipe), _mtp(mtp, keep_mtp_fp16)
     out = pipeline.default_out(source, recipe, mtp) if out is None else out
@@ -125,13 +125,15 @@ def _convert(source, bits, recipe, mtp, keep_mtp_fp16, experts, out):
     _show_plan(job, _say)
     progress = Progress(job.source_bytes)
     try:
-        casts = pipeline.convert(job, out, progress)
+        losses = pipeline.convert(job, out, progress)
     except KeyboardInterrupt:
         _say(f"Interrupted. Run the same command again (--out {out}) to go on.")
         raise
     finally:
         progress.close()
-    _say(mtp_sentence(job.plan, casts))
+    _say(mtp_sentence(job.plan, losses))
+    if losses.requantized:
+        _say(experts_sentence(job.plan, losses))
     _say(f"Written: {out}")
     return job, out
 
@@ -153,6 +155,8 @@ def _show_plan(job, say: Callable[[str], None]) -> None:
     say(f"Recipe {job.plan.recipe.name}, MTP head {job.plan.mtp}, {shards} shard{'s' if shards > 1 else ''}.")
     if job.plan.nvfp4:
         say(f"Routed experts: from {job.plan.experts_from}.")
+        if job.plan.rounds_twice:
+            say("WARNING: --experts affine rounds the NVFP4 experts twice; without it they keep their codes.")
     for file in job.plan.unused:
         say(f"{file}: activation scales, which a weight-only build does not use; not copied.")
     if job.plan.dropped:

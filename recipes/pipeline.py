@@ -7,9 +7,11 @@ from pathlib import Path
 
 from ..convert.checkpoint import Checkpoint, open_checkpoint
 from ..convert.hub import Source, find_source
-from ..convert.plan import Plan, make_plan
+from ..convert.journal import check_unused
+from ..convert.losses import Losses
+from ..convert.plan import Plan
+from ..convert.planner import make_plan
 from ..convert.repo import write_repo
-from ..convert.stream import CastReport, check_unused
 from .card import make_card
 from .recipe import load_recipe
 
@@ -61,14 +63,14 @@ def default_out(source: str, recipe: str, mtp: str | None) -> Path:
     return Path(f"{name}-mlx-{rules.name}{suffix}")
 
 
-def convert(job: Job, out: Path, progress: Callable[[int, str], None]) -> CastReport | None:
+def convert(job: Job, out: Path, progress: Callable[[int, str], None]) -> Losses:
     """Writes the MLX repository; see `write_repo`."""
     return write_repo(
         job.plan,
         job.checkpoint,
         job.source,
         out,
-        lambda casts: make_card(job.plan, job.source, job.checkpoint, casts),
+        lambda losses: make_card(job.plan, job.source, job.checkpoint, losses),
         progress,
     )
 

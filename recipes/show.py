@@ -1,7 +1,7 @@
 """What people read: tables and sentences about a plan and about a build."""
 
+from ..convert.losses import Losses
 from ..convert.plan import Plan
-from ..convert.stream import CastReport
 
 HEADINGS = ("tensors", "parameters", "source", "output", "bits/weight", "precision")
 
@@ -56,7 +56,7 @@ def markdown_table(rows: list[tuple[str, ...]]) -> str:
     return "\n".join([head, rule, *body])
 
 
-def mtp_sentence(plan: Plan, casts: CastReport | None) -> str:
+def mtp_sentence(plan: Plan, losses: Losses) -> str:
     """What became of the MTP head."""
     match plan.mtp:
         case "none":
@@ -72,6 +72,7 @@ def mtp_sentence(plan: Plan, casts: CastReport | None) -> str:
                 "the source. Measure its acceptance rate before you rely on it."
             )
     dtype = plan.config_keys()["mtp_dtype"]
+    casts = losses.casts
     if casts is None:
         return f"The MTP head is kept under `mtp.*` with the source's own bits ({dtype})."
     changed = (
@@ -81,6 +82,17 @@ def mtp_sentence(plan: Plan, casts: CastReport | None) -> str:
     )
     compute = plan.config_keys()["mtp_compute_dtype"]
     return f"The MTP head is kept under `mtp.*` as {dtype}: {changed}. It computes in {compute}, as the body does."
+
+
+def experts_sentence(plan: Plan, losses: Losses) -> str:
+    """Where the routed experts of an NVFP4 source went, and what that cost."""
+    text = f"Routed experts: from {plan.experts_from}."
+    if report := losses.requantized:
+        text += (
+            f" That rounds twice: {100 * report.relative_rms:.2f} % relative rms error against the NVFP4 values, "
+            f"{100 * report.worst_rms:.2f} % at worst ({report.worst}), over {report.experts} experts' matrices."
+        )
+    return text
 
 
 def build_text(found: dict) -> str:

@@ -4,9 +4,9 @@ from math import prod
 from pathlib import Path
 
 from ..convert.checkpoint import Checkpoint, TensorInfo, open_checkpoint, read_json
+from ..convert.journal import JOURNAL
 from ..convert.names import FAMILIES, entries
 from ..convert.repo import PROVENANCE
-from ..convert.stream import JOURNAL
 from ..quantize.errors import SourceError
 
 PARTS = (".scales", ".biases", ".global_scale")
@@ -18,7 +18,8 @@ def inspect_repo(folder: Path) -> dict:
     Returns:
         A dict that is JSON: `families` (family, tensors, parameters, bytes, bits_per_weight,
         precisions), `total_bytes`, `total_parameters`, `bits_per_weight`, `shards`, `mtp` (policy,
-        present, precisions), `experts_from` (for builds from NVFP4) and `provenance` (motif-convert.json less its file list, or None).
+        present, precisions), `experts_from` (for builds from NVFP4), and `provenance` (motif-convert.json
+        less its file list, or None).
     Raises:
         SourceError: not such a repository, not whole, or an interrupted run's.
     """

@@ -1,0 +1,79 @@
+"""The state of an unfinished run: what it makes, and which shards are done."""
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from ..quantize.errors import OutputError
+from .plan import Plan
+from .shards import Written, as_json, write_file
+
+JOURNAL = ".motif-convert.json"
+
+
+@dataclass
+class Journal:
+    """What an unfinished run has done, beside its shards; see `open_journal`."""
+
+    path: Path
+    plan_hash: str
+    version: str
+    recipe: str
+    mtp: str
+    shards: dict[str, Written] = field(default_factory=dict)
+
+    def save(self) -> None:
+        state = asdict(self)
+        del state["path"]
+        write_file(self.path, as_json(state))
+
+    def remove(self) -> None:
+        self.path.unlink()
+
+    def discard(self) -> None:
+        """Undoes a run that wrote nothing, and the folder too if nothing else is in it."""
+        self.remove()
+        if not any(self.path.parent.iterdir()):
+            self.path.parent.rmdir()
+
+
+def open_journal(out: Path, plan: Plan, version: str) -> Journal:
+    """The journal of a new run, or of an interrupted run of the same plan.
+
+    Raises:
+        OutputError: the folder is in use for something else, or for another plan.
+    """
+    fresh = Journal(out / JOURNAL, plan.plan_hash, version, plan.recipe.name, plan.mtp)
+    if not fresh.path.exists():
+        check_unused(out)
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise OutputError(f"{out}: could not be made: {e.strerror}") from None
+        fresh.save()
+        return fresh
+    try:
+        state = json.loads(fresh.path.read_bytes())
+        differs = [k for k in ("version", "recipe", "mtp", "plan_hash") if state[k] != getattr(fresh, k)]
+        if not differs:
+            fresh.shards = {k: Written(**v) for k, v in state["shards"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise OutputError(f"{fresh.path}: not readable as the state of a run; choose another --out") from None
+    if differs:
+        what = "the source or the recipe's rules" if differs == ["plan_hash"] else f"another {differs[0]}"
+        raise OutputError(f"{out}: holds an interrupted run with {what}; finish that one, or choose another --out")
+    return fresh
+
+
+def check_unused(out: Path) -> None:
+    """Refuses a folder with anything in it, unless an interrupted run left it.
+
+    Raises:
+        OutputError: naming the folder.
+    """
+    if out.is_symlink() and not out.exists():
+        raise OutputError(f"{out}: a link to nothing; choose another --out")
+    if out.exists() and not out.is_dir():
+        raise OutputError(f"{out}: exists and is not a folder; choose another --out")
+    if out.is_dir() and not (out / JOURNAL).exists() and any(out.iterdir()):
+        raise OutputError(f"{out}: is not empty, and nothing in it is overwritten; choose another --out")

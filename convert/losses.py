@@ -1,0 +1,131 @@
+"""What a plan's roundings cost, measured before anything is written."""
+
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from ..quantize.errors import SourceError
+from ..quantize.kernels import affine_quantize, cast
+from ..quantize.oracle import affine_dequantize, nvfp4_dequantize
+from ..quantize.precision import NVFP4, Quantized
+from .checkpoint import Checkpoint
+from .nvfp4 import expert_scales
+from .plan import Module, Plan
+from .rows import blocks, read_block_scales, read_rows, row_runs
+
+
+@dataclass
+class CastReport:
+    """What casts cost: values cast, values changed, the largest change and its tensor."""
+
+    values: int = 0
+    changed: int = 0
+    max_change: float = 0.0
+    tensor: str = ""
+
+    def as_dict(self) -> dict:
+        return asdict(self)
+
+    def add(self, name: str, change: np.ndarray) -> None:
+        self.values += change.size
+        self.changed += int(np.count_nonzero(change))
+        if change.size and float(change.max()) > self.max_change:
+            self.max_change, self.tensor = float(change.max()), name
+
+
+def check_casts(plan: Plan, checkpoint: Checkpoint) -> CastReport | None:
+    """What the plan's casts will cost, or None if it has none.
+
+    Read before anything is written, since a value that does not fit has to stop the run: it is
+    the MTP head alone, a thousandth of the model.
+
+    Raises:
+        SourceError: naming the tensor with a finite value that overflows.
+    """
+    report = CastReport()
+    for module in plan.modules:
+        (stored, *_) = module.stored
+        if isinstance(module.precision, Quantized) or stored.dtype == module.float_dtype:
+            continue
+        row = 0
+        for block in blocks(module, checkpoint):
+            _, change = cast(block, module.source_dtype, stored.dtype)
+            if (over := np.argwhere(np.isinf(change))).size:
+                at = [int(over[0][0]) + row, int(over[0][1])]
+                raise SourceError(
+                    f"{module.source}: the value at {at} is too large for {stored.dtype}; choose --mtp bf16"
+                )
+            report.add(module.source, change)
+            row += len(block)
+    return report if report.values else None
+
+
+@dataclass(frozen=True)
+class RequantizationReport:
+    """The error that a second quantization adds to NVFP4 experts, over a sample of them.
+
+    Args:
+        experts: matrices that were looked at: the first, the middle and the last of every stack.
+        relative_rms: root of sum (made - NVFP4)^2 over sum NVFP4^2.
+        worst_rms, worst: the largest of any one matrix, and which it is.
+    """
+
+    experts: int
+    relative_rms: float
+    worst_rms: float
+    worst: str
+
+    def as_dict(self) -> dict:
+        return asdict(self)
+
+
+def requantization(plan: Plan, checkpoint: Checkpoint) -> RequantizationReport | None:
+    """Measures what quantizing NVFP4 experts again costs, or None if the plan does not do it.
+
+    Raises:
+        SourceError: a block scale is unusable.
+    """
+    errors, powers = {}, {}
+    for module in plan.modules:
+        if module.source_dtype == "NVFP4" and isinstance(module.precision, Quantized) and module.precision != NVFP4:
+            experts = module.shape[0]
+            for expert in sorted({0, experts // 2, experts - 1}):
+                key = f"{module.path} expert {expert}"
+                errors[key], powers[key] = _requantization_error(module, checkpoint, expert)
+    if not errors:
+        return None
+    relative = {k: float(np.sqrt(errors[k] / powers[k])) if powers[k] else 0.0 for k in errors}
+    worst = max(relative, key=relative.get)
+    total = float(np.sqrt(sum(errors.values()) / max(sum(powers.values()), np.finfo(float).tiny)))
+    return RequantizationReport(len(errors), total, relative[worst], worst)
+
+
+def _requantization_error(module: Module, checkpoint: Checkpoint, expert: int) -> tuple[float, float]:
+    """Sum of squared errors, and of squares, of one expert's matrix."""
+    scales = expert_scales(checkpoint, module.source)
+    width, precision = module.source_shape[-1], module.precision
+    error = power = 0.0
+    decoded = blocks(module, checkpoint, expert)
+    for run, block in zip(row_runs(module, 2 * width, expert), decoded, strict=True):
+        codes = read_rows(checkpoint, module, module.source, width // 2, run)
+        exact = nvfp4_dequantize(codes, read_block_scales(checkpoint, module, run), scales[expert])
+        made = affine_quantize(block, "BF16", precision)
+        values = affine_dequantize(
+            made[".weight"], made[".scales"], made[".biases"], precision.bits, precision.group_size, "BF16"
+        )
+        error += float(np.sum((values - exact).astype(np.float64) ** 2))
+        power += float(np.sum(exact.astype(np.float64) ** 2))
+    return error, power
+
+
+@dataclass(frozen=True)
+class Losses:
+    """All that a plan rounds beside its quantization proper; None where it does no such thing."""
+
+    casts: CastReport | None
+    requantized: RequantizationReport | None
+
+
+def measure_losses(plan: Plan, checkpoint: Checkpoint) -> Losses:
+    """Reads what has to be known before anything is written. Raises SourceError."""
+    return Losses(check_casts(plan, checkpoint), requantization(plan, checkpoint))

@@ -1,0 +1,70 @@
+"""Reads a module's source in bounded runs of rows, as floats whatever the layout."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from ..quantize.kernels import RAW_DTYPES, nvfp4_decode
+from ..quantize.precision import DTYPE_BYTES, NVFP4
+from .checkpoint import Checkpoint
+from .nvfp4 import BLOCK_SCALES, check_block_scales, expert_scales
+from .plan import Module
+
+BLOCK_BYTES = 16 << 20  # of source, read and quantized at once
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A run of rows of one matrix of a source stack: [first, first + count) of matrix `matrix`."""
+
+    matrix: int
+    first: int
+    count: int
+
+
+def row_runs(module: Module, row_bytes: int, matrix: int | None = None) -> Iterator[Rows]:
+    """A module's rows in order, in runs of at most BLOCK_BYTES (but one row at least).
+
+    A part of a stack (the gate or the up half of every expert) is cut out of each of its matrices.
+
+    Args:
+        matrix: the one matrix of the stack to go through; None for all.
+    """
+    *lead, rows, _ = module.source_shape if len(module.source_shape) > 1 else (1, *module.source_shape)
+    part = rows // module.parts
+    step = max(1, BLOCK_BYTES // max(row_bytes, 1))
+    end = (module.part + 1) * part
+    for index in range(prod(lead)) if matrix is None else (matrix,):
+        for first in range(module.part * part, end, step):
+            yield Rows(index, first, min(step, end - first))
+
+
+def read_rows(checkpoint: Checkpoint, module: Module, source: str, row_bytes: int, run: Rows) -> np.ndarray:
+    """The bytes of a run of rows: uint8 [count, row_bytes]."""
+    rows = module.source_shape[-2] if len(module.source_shape) > 1 else 1
+    start = (run.matrix * rows + run.first) * row_bytes
+    return checkpoint.read(source, start, run.count * row_bytes).reshape(run.count, row_bytes)
+
+
+def blocks(module: Module, checkpoint: Checkpoint, matrix: int | None = None) -> Iterator[np.ndarray]:
+    """A module's source, in order, as raw float arrays [rows, K]; NVFP4 is decoded to BF16."""
+    width = module.source_shape[-1]
+    if module.source_dtype == "NVFP4":
+        scales = expert_scales(checkpoint, module.source)
+        for run in row_runs(module, width * DTYPE_BYTES["BF16"], matrix):
+            codes = read_rows(checkpoint, module, module.source, width // 2, run)
+            yield nvfp4_decode(codes, read_block_scales(checkpoint, module, run), scales[run.matrix])
+        return
+    row_bytes = width * DTYPE_BYTES[module.source_dtype]
+    for run in row_runs(module, row_bytes, matrix):
+        yield read_rows(checkpoint, module, module.source, row_bytes, run).view(RAW_DTYPES[module.source_dtype])
+
+
+def read_block_scales(checkpoint: Checkpoint, module: Module, run: Rows) -> np.ndarray:
+    """The block scales of a run of rows of an NVFP4 stack: E4M3 bits, uint8 [count, K / 16], checked."""
+    width = module.source_shape[-1] // NVFP4.group_size
+    scales = read_rows(checkpoint, module, module.source + BLOCK_SCALES, width, run)
+    check_block_scales(scales, module.source, run.matrix, run.first)
+    return scales

@@ -1,0 +1,318 @@
+"""The NVFP4 checkpoint: recognised, passed through, decoded, and refused where it can't be right."""
+
+import gzip
+import json
+import shutil
+from math import prod
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from conftest import REFERENCE, motif_convert, read_safetensors
+from mlx.utils import tree_map
+from mlx_lm.utils import load_model
+from nvfp4_writer import unpack, write_nvfp4
+
+TINY = REFERENCE / "tiny-motif3-nvfp4"
+STACKS = [f"model.layers.{n}.moe.experts.{p}" for n in (2, 3, 4, 5) for p in ("gate_up_proj", "down_proj")]
+
+
+@pytest.fixture
+def experts_only(tmp_path) -> Path:
+    """A recipe that keeps all but the experts in BF16."""
+    recipe = tmp_path / "experts-only.yaml"
+    recipe.write_text(
+        "name: experts-only\nrules:\n"
+        "  - {match: '*.switch_mlp.*', mode: affine, bits: 4, group_size: 64}\n"
+        "  - {match: '*', dtype: source}\n"
+    )
+    return recipe
+
+
+@pytest.fixture
+def source(tmp_path) -> Path:
+    """A copy of the tiny NVFP4 checkpoint to spoil."""
+    return Path(shutil.copytree(TINY, tmp_path / "source"))
+
+
+def parts(stack: str) -> dict[str, slice]:
+    """MLX modules that a stack becomes, and which rows of it."""
+    base = stack.replace(".moe.experts.", ".mlp.switch_mlp.")
+    if stack.endswith("down_proj"):
+        return {base: slice(None)}
+    return {base.replace("gate_up", "gate"): slice(0, 64), base.replace("gate_up", "up"): slice(64, 128)}
+
+
+def array(tensor: tuple, dtype: str) -> np.ndarray:
+    *lead, _ = tensor[1]
+    return np.frombuffer(tensor[2], dtype).reshape(*lead, -1)
+
+
+def float32_model(folder: Path):
+    model, _ = load_model(folder, trust_remote_code=True)
+    floats = tree_map(lambda a: a.astype(mx.float32) if mx.issubdtype(a.dtype, mx.floating) else a, model.parameters())
+    model.update(floats)
+    return model
+
+
+def test_experts_pass_through_byte_for_byte(built):
+    made, source = read_safetensors(built(TINY)), read_safetensors(TINY)
+    for stack in STACKS:
+        codes, blocks = array(source[stack], "u1"), array(source[stack + "_weight_scale"], "u1")
+        scale = array(source[stack + "_weight_scale_2"], "<f4")
+        for path, rows in parts(stack).items():
+            assert made[f"{path}.weight"][0] == "U32"
+            assert made[f"{path}.weight"][2] == codes[:, rows].tobytes()
+            assert made[f"{path}.scales"][0] == "U8"
+            assert made[f"{path}.scales"][2] == blocks[:, rows].tobytes()
+            assert made[f"{path}.global_scale"] == ("F32", (8,), (scale * np.float32(2688)).tobytes())
+            assert f"{path}.biases" not in made
+
+
+def test_decoded_weights_equal_the_reference(built):
+    made, exact = read_safetensors(built(TINY)), mx.load(str(REFERENCE / "tiny-nvfp4-dequant.safetensors"))
+    for stack in STACKS:
+        expected = np.array(exact[stack])
+        for path, rows in parts(stack).items():
+            codes = array(made[f"{path}.weight"], "u1")
+            scale = array(made[f"{path}.global_scale"], "<f4").astype(np.float64) / 2688
+            values = unpack(codes, array(made[f"{path}.scales"], "u1"), np.ones(8)).astype(np.float64)
+            values = (values * scale[:, None, None]).astype(np.float32)
+            ulps = np.abs(values.view("<i4").astype(np.int64) - expected[:, rows].view("<i4"))
+            assert ulps.max() <= 1, path
+
+
+def test_logits_equal_the_reference(built, experts_only):
+    goldens = mx.load(str(REFERENCE / "tiny-goldens.safetensors"))
+    model = float32_model(built(TINY, "--recipe", str(experts_only)))
+    logits = model(goldens["input_ids"][None])[0]
+    assert mx.abs(logits - goldens["nvfp4.logits"]).max() < 1e-4
+
+
+def test_bf16_recipe_rounds_the_exact_values(built):
+    made, exact = (
+        read_safetensors(built(TINY, "--recipe", "bf16")),
+        mx.load(str(REFERENCE / "tiny-nvfp4-dequant.safetensors")),
+    )
+    for stack in STACKS:
+        rounded = np.array(exact[stack].astype(mx.bfloat16).view(mx.uint16))
+        for path, rows in parts(stack).items():
+            assert made[f"{path}.weight"][2] == rounded[:, rows].tobytes()
+
+
+@pytest.mark.parametrize(("options", "bits"), [(("--bits", "8"), 8), (("--experts", "affine"), 4)])
+def test_quantized_again_equals_mx_quantize_of_the_decoded_stack(built, options, bits):
+    made = read_safetensors(built(TINY, *options))
+    exact = mx.load(str(REFERENCE / "tiny-nvfp4-dequant.safetensors"))
+    for stack in STACKS:
+        decoded = exact[stack].astype(mx.bfloat16)
+        for path, rows in parts(stack).items():
+            q, scales, biases = mx.quantize(decoded[:, rows], group_size=64, bits=bits, stream=mx.cpu)
+            assert made[f"{path}.weight"][2] == np.array(q).tobytes()
+            assert made[f"{path}.scales"][2] == np.array(scales.view(mx.uint16)).tobytes()
+            assert made[f"{path}.biases"][2] == np.array(biases.view(mx.uint16)).tobytes()
+
+
+def test_scattered_shards_give_the_same_weights(small, tmp_path):
+    made = []
+    for seed, shards in ((1, 2), (2, 7)):
+        source = write_nvfp4(small, tmp_path / f"source{seed}", shards, seed)
+        result = motif_convert("convert", "--source", source, "--out", tmp_path / f"out{seed}")
+        assert result.returncode == 0, result.stderr
+        made.append(read_safetensors(tmp_path / f"out{seed}"))
+    assert made[0] == made[1]
+
+
+def test_config_says_what_was_written(built):
+    config = json.loads((built(TINY) / "config.json").read_text())
+    expert = {"group_size": 16, "bits": 4, "mode": "nvfp4", "global_scale": True}
+    assert config["quantization"]["model.layers.2.mlp.switch_mlp.up_proj"] == expert
+    assert config["quantization_config"] == config["quantization"]
+    assert "byte for byte" in config["experts_from"]
+    provenance = json.loads((built(TINY) / "motif-convert.json").read_text())
+    assert provenance["experts"] == {"from": config["experts_from"], "requantized": None}
+
+
+def test_inspect_and_plan_say_where_the_experts_come_from(built):
+    found = json.loads(motif_convert("inspect", built(TINY), "--json").stdout)
+    experts = next(f for f in found["families"] if f["family"] == "routed experts")
+    assert "nvfp4 4-bit, group 16" in experts["precisions"]
+    assert "byte for byte" in found["experts_from"]
+    plan = motif_convert("plan", "--source", TINY)
+    assert "Routed experts: from NVFP4" in plan.stdout
+    assert "nvfp4_act_scales.safetensors: activation scales" in plan.stdout
+    assert not (built(TINY) / "nvfp4_act_scales.safetensors").exists()
+
+
+def test_quantizing_again_warns_and_reports_the_error(tmp_path):
+    result = motif_convert("convert", "--source", TINY, "--experts", "affine", "--out", tmp_path / "out")
+    assert "WARNING" in result.stderr
+    assert "twice" in result.stderr
+    report = json.loads((tmp_path / "out" / "motif-convert.json").read_text())["experts"]["requantized"]
+    exact = mx.load(str(REFERENCE / "tiny-nvfp4-dequant.safetensors"))
+    error = power = 0.0
+    for stack in STACKS:
+        for expert in (0, 4, 7):
+            w = exact[stack][expert]
+            again = mx.dequantize(*mx.quantize(w.astype(mx.bfloat16), 64, 4, stream=mx.cpu), 64, 4, stream=mx.cpu)
+            error += float(((again.astype(mx.float32) - w) ** 2).sum())
+            power += float((w**2).sum())
+    assert report["relative_rms"] == pytest.approx((error / power) ** 0.5, rel=0.01)
+    assert report["experts"] == 3 * 12
+
+
+def test_affine_experts_need_an_nvfp4_source(tmp_path):
+    result = motif_convert("plan", "--source", REFERENCE / "tiny-motif3", "--experts", "affine")
+    assert result.returncode == 2
+    assert "NVFP4 source" in result.stderr
+
+
+def edit(folder: Path, name: str, change) -> None:
+    """Changes a tensor's bytes in place: change(uint8 array)."""
+    weight_map = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    path = folder / weight_map[name]
+    path.chmod(0o644)
+    raw = bytearray(path.read_bytes())
+    start = 8 + int.from_bytes(raw[:8], "little")
+    first, last = json.loads(raw[8:start])[name]["data_offsets"]
+    data = np.frombuffer(raw[start + first : start + last], "u1").copy()
+    change(data)
+    raw[start + first : start + last] = data.tobytes()
+    path.write_bytes(raw)
+
+
+def scale_setter(expert: int, value):
+    def change(data):
+        scales = data.view("<f4")
+        scales[expert] = value(scales[expert]) if callable(value) else value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("value", "word"),
+    [
+        (0.0, "not positive"),
+        (-1e-4, "not positive"),
+        (np.inf, "finite"),
+        (np.nan, "finite"),
+        (lambda s: 1 / s, "reciprocal"),
+        (lambda s: s * np.float32(1e6), "reciprocal"),
+        (lambda s: s * np.float32(1e-6), "reciprocal"),
+    ],
+)
+def test_unusable_expert_scales_are_refused(source, tmp_path, value, word):
+    name = "model.layers.4.moe.experts.down_proj_weight_scale_2"
+    edit(source, name, scale_setter(5, value))
+    result = motif_convert("convert", "--source", source, "--out", tmp_path / "out")
+    assert result.returncode == 2
+    assert f"{name}: expert 5" in result.stderr
+    assert word in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("byte", "word"), [(0x7F, "NaN"), (0xFF, "NaN"), (0xB8, "negative"), (0x80, "negative")])
+@pytest.mark.parametrize("options", [(), ("--bits", "8")])
+def test_unusable_block_scales_are_refused(source, tmp_path, byte, word, options):
+    name = "model.layers.3.moe.experts.gate_up_proj_weight_scale"  # [8, 128, 8]
+    edit(source, name, lambda data: data.__setitem__((6 * 128 + 100) * 8 + 3, byte))
+    result = motif_convert("convert", "--source", source, *options, "--out", tmp_path / "out")
+    assert result.returncode == 2
+    assert f"{name}: expert 6, row 100, block 3: {word}" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_zero_blocks_are_fine(source, tmp_path):
+    edit(source, "model.layers.3.moe.experts.gate_up_proj_weight_scale", lambda data: data.__setitem__(slice(64), 0))
+    assert motif_convert("convert", "--source", source, "--out", tmp_path / "out").returncode == 0
+
+
+def test_marker_without_tensors(tmp_path):
+    source = Path(shutil.copytree(REFERENCE / "tiny-motif3", tmp_path / "source"))
+    shutil.copyfile(TINY / "config.json", tmp_path / "config.json")
+    (tmp_path / "config.json").replace(source / "config.json")
+    result = motif_convert("plan", "--source", source)
+    assert result.returncode == 2
+    assert "config.json: quantization_config says modelopt_nvfp4, but there are no" in result.stderr
+
+
+def test_tensors_without_marker(source):
+    (source / "config.json").unlink()
+    shutil.copyfile(REFERENCE / "tiny-motif3" / "config.json", source / "config.json")
+    result = motif_convert("plan", "--source", source)
+    assert result.returncode == 2
+    assert "config.json has no quantization_config" in result.stderr
+
+
+def test_a_scale_of_another_shape_is_refused(source):
+    index = json.loads((source / "model.safetensors.index.json").read_text())["weight_map"]
+    name = "model.layers.2.moe.experts.down_proj_weight_scale"  # [8, 128, 4]
+    path = source / index[name]
+    path.chmod(0o644)
+    raw = path.read_bytes()
+    start = 8 + int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:start])
+    header[name]["shape"] = [8, 64, 8]
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + raw[start:])
+    result = motif_convert("plan", "--source", source)
+    assert result.returncode == 2
+    assert f"{name}: shape [8, 64, 8]" in result.stderr
+
+
+def test_plan_of_the_real_layout_is_exact(real_config, tmp_path):
+    """Headers derived from the inventory: 2,440 tensors, 186,891,034,892 payload bytes (the published sizes)."""
+    source = tmp_path / "Motif-3-NVFP4"
+    source.mkdir()
+    shards: dict[str, dict] = {}
+    expected = 0
+    for name, _, size, shard in (
+        line.split("\t") for line in gzip.open(REFERENCE / "motif3-inventory.tsv.gz", "rt").read().splitlines()[1:]
+    ):
+        shape = [int(n) for n in size.split("x")]
+        if name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+            experts, rows, width = shape
+            shards.setdefault(shard, {})[name] = ("U8", [experts, rows, width // 2], 1)
+            other = f"model-{(hash_of(name) % 155) + 1:05d}-of-00155.safetensors"
+            shards.setdefault(other, {})[f"{name}_weight_scale"] = ("F8_E4M3", [experts, rows, width // 16], 1)
+            shards.setdefault(shard, {})[f"{name}_weight_scale_2"] = ("F32", [experts], 4)
+            # codes and block scales as they are, the global scale once for each half of a fused stack
+            expected += experts * rows * (width // 2 + width // 16) + 4 * experts * (1 + name.endswith("gate_up_proj"))
+        else:
+            shards.setdefault(shard, {})[name] = ("BF16", shape, 2)
+            expected += quantized_bytes(name, shape)
+    weight_map, payload = {}, 0
+    for shard, tensors in shards.items():
+        header, end = {}, 0
+        for name, (dtype, shape, size) in tensors.items():
+            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end := end + size * prod(shape)]}
+            weight_map[name] = shard
+        text = json.dumps(header).encode()
+        with (source / shard).open("wb") as f:
+            f.write(len(text).to_bytes(8, "little") + text)
+            f.truncate(8 + len(text) + end)
+        payload += end
+    assert (len(weight_map), payload) == (2440, 186_891_034_892)
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    marker = {"quantization_config": {"quant_method": "modelopt_nvfp4", "group_size": 16}}
+    (source / "config.json").write_text(json.dumps(real_config | marker))
+
+    plan = json.loads(motif_convert("plan", "--source", source, "--json").stdout)
+    assert plan["total_bytes"] == expected
+    assert plan["total_parameters"] == 314_841_775_750
+    assert sum(t["bytes"] for t in plan["tensors"]) == expected
+
+
+def hash_of(name: str) -> int:
+    return sum(name.encode())
+
+
+def quantized_bytes(name: str, shape: list[int]) -> int:
+    """Bytes of a tensor outside the routed experts in the 4.5bit recipe: 8.5 bits a weight, or BF16 as it is."""
+    projections = (
+        "embed_tokens", "lm_head", "wq_a", "wq_b", "wq_b_gate", "wkv_a", "wkv_b", "wo",
+        "gate_proj", "up_proj", "down_proj",
+    )  # fmt: skip
+    is_projection = name.split(".")[-2] in projections and ".mtp_layers." not in name
+    return prod(shape) + prod(shape) // 64 * 4 if is_projection else 2 * prod(shape)
