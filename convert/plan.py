@@ -99,6 +99,7 @@ class Plan:
     body_dtype: str
     has_mtp: bool
     nvfp4: bool
+    requantize: bool
     unused: tuple[str, ...]
     config_sha256: str
     index_sha256: str | None

@@ -61,6 +61,7 @@ def make_plan(checkpoint: Checkpoint, recipe: Recipe, mtp: str | None = None, re
         body_dtype=checkpoint.tensors["model.norm.weight"].dtype,
         has_mtp=bool(head) and not dropping,
         nvfp4=nvfp4,
+        requantize=requantize,
         unused=tuple(f for f in (SIDECAR,) if nvfp4 and (checkpoint.folder / f).exists()),
         config_sha256=checkpoint.config_sha256,
         index_sha256=checkpoint.index_sha256,

@@ -99,6 +99,7 @@ def _provenance(plan: Plan, source: Source, losses: Losses, written: dict[str, W
         },
         "experts": {
             "from": plan.experts_from,
+            "requantize": plan.requantize,
             "requantized": losses.requantized.as_dict() if losses.requantized else None,
         },
         "plan_hash": plan.plan_hash,

@@ -131,7 +131,7 @@ def test_config_says_what_was_written(built):
     assert config["quantization_config"] == config["quantization"]
     assert "byte for byte" in config["experts_from"]
     provenance = json.loads((built(TINY) / "motif-convert.json").read_text())
-    assert provenance["experts"] == {"from": config["experts_from"], "requantized": None}
+    assert provenance["experts"] == {"from": config["experts_from"], "requantize": False, "requantized": None}
 
 
 def test_inspect_and_plan_say_where_the_experts_come_from(built):
@@ -267,9 +267,8 @@ def test_plan_of_the_real_layout_is_exact(real_config, tmp_path):
     source.mkdir()
     shards: dict[str, dict] = {}
     expected = 0
-    for name, _, size, shard in (
-        line.split("\t") for line in gzip.open(REFERENCE / "motif3-inventory.tsv.gz", "rt").read().splitlines()[1:]
-    ):
+    inventory = gzip.decompress((REFERENCE / "motif3-inventory.tsv.gz").read_bytes()).decode().splitlines()[1:]
+    for name, _, size, shard in (line.split("\t") for line in inventory):
         shape = [int(n) for n in size.split("x")]
         if name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
             experts, rows, width = shape
