@@ -1,0 +1,237 @@
+"""A short speculative decode on this machine's accelerator: what the MTP head is worth, and whether it is lossless."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+from ..quantize.errors import OutputError, SourceError
+from .statistics import drafting, text_health
+
+TEMPERATURE = 0.8
+TOKENS = 128
+MAX_PROMPT_BYTES = 16 << 20
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Text to continue; `raw` skips the chat template."""
+
+    name: str
+    text: str
+    raw: bool = False
+
+
+@dataclass(frozen=True)
+class Build:
+    """A loaded build: mlx-lm's model and tokenizer, and config.json."""
+
+    model: object
+    tokenizer: object
+    config: dict
+
+    @property
+    def stop(self) -> frozenset[int]:
+        return frozenset(self.tokenizer.eos_token_ids)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        if prompt.raw or not self.tokenizer.has_chat_template:
+            return self.tokenizer.encode(prompt.text)
+        message = [{"role": "user", "content": prompt.text}]
+        return self.tokenizer.apply_chat_template(message, add_generation_prompt=True)
+
+
+def load_build(folder: Path, dtype: str | None = None) -> Build:
+    """Loads a build with stock mlx-lm; its own `motif.py` is run.
+
+    Args:
+        dtype: "float32" upcasts all floats, for exact comparisons; None keeps them.
+    Raises:
+        SourceError: mlx-lm can't load it.
+    """
+    import mlx.core as mx
+    from mlx.utils import tree_map
+    from mlx_lm import load
+
+    try:
+        model, tokenizer, config = load(str(folder), trust_remote_code=True, return_config=True)
+    except (ValueError, FileNotFoundError, KeyError) as e:
+        raise SourceError(f"{folder}: mlx-lm can't load it: {e}") from None
+    if dtype == "float32":
+
+        def upcast(array):
+            return array.astype(mx.float32) if mx.issubdtype(array.dtype, mx.floating) else array
+
+        model.update(tree_map(upcast, model.parameters()))
+        mx.eval(model.parameters())
+    return Build(model, tokenizer, config)
+
+
+def read_prompts(path: Path | None) -> list[Prompt]:
+    """Prompts from JSON lines: `prompt`, optional `name`, optional `raw`; the shipped ones for None.
+
+    Raises:
+        SourceError: naming the line.
+    """
+    name = "prompts.jsonl" if path is None else path.name
+    try:
+        raw = (files(__package__) / name).read_bytes() if path is None else path.read_bytes()
+        lines = raw.decode("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as e:
+        raise SourceError(f"{path}: can't be read: {e}") from None
+    prompts = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+            text, label, is_raw = entry["prompt"], entry.get("name", f"prompt {number}"), entry.get("raw", False)
+            if not (isinstance(text, str) and text and isinstance(label, str) and isinstance(is_raw, bool)):
+                raise ValueError
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise SourceError(
+                f'{name}, line {number}: needs {{"prompt": "text"}}, and may have "name": "text" and "raw": true'
+            ) from None
+        prompts.append(Prompt(label, text, is_raw))
+    if not prompts:
+        raise SourceError(f"{name}: holds no prompt")
+    return prompts
+
+
+def smoke(
+    build: Build,
+    prompts: list[Prompt],
+    text: str,
+    tokens: int = TOKENS,
+    drafts: int = 1,
+    temperature: float = TEMPERATURE,
+    min_acceptance: float | None = None,
+    seed: int = 0,
+    say: Callable[[str], None] = lambda _: None,
+) -> dict:
+    """Decodes every prompt plainly, with drafts, and sampled with drafts; and forces drafts over a text.
+
+    Args:
+        text: for the forced count.
+        tokens: emitted for each prompt.
+        drafts: chained drafts a step.
+        min_acceptance: greedy acceptance below it fails.
+        say: progress, a line at a time.
+    Returns:
+        JSON: `device`, `lossless`, `greedy`, `sampled` (see `statistics.drafting`), `forced`, `speed`, `prompts`,
+        `first_token`, `passed` and `failures`.
+    Raises:
+        OutputError: the build has no MTP head, or nothing was drafted.
+    """
+    import mlx.core as mx
+
+    from .decode import decode
+    from .forced import forced_acceptance, windows_of
+
+    model = build.model
+    if "mtp" not in model:
+        raise OutputError("the build has no MTP head (num_nextn_predict_layers is 0); there is nothing to measure")
+    encoded = [(p, build.encode(p)) for p in prompts]
+    decode(model, encoded[0][1], min(tokens, 8), drafts)  # warm-up: kernels compile, weights arrive
+    decode(model, encoded[0][1], min(tokens, 8))
+    rows, runs = [], {"plain": [], "greedy": [], "sampled": []}
+    for number, (prompt, ids) in enumerate(encoded):
+        say(f"{prompt.name}: {len(ids)} tokens")
+        order = ("plain", "greedy") if number % 2 == 0 else ("greedy", "plain")  # in alternation: machines warm up
+        made = {}
+        for kind in order:
+            made[kind] = decode(model, ids, tokens, drafts if kind == "greedy" else 0, stop=build.stop)
+        made["sampled"] = decode(model, ids, tokens, drafts, temperature, seed + number, build.stop)
+        for kind, run in made.items():
+            runs[kind].append(run)
+        rows.append(_prompt_row(prompt, ids, made, build.stop))
+
+    ids = build.tokenizer.encode(text)
+    vocabulary = build.config["vocab_size"]
+    forced = forced_acceptance(model, windows_of([t for t in ids if t < vocabulary]), temperature)
+    greedy, sampled = _added(runs["greedy"]), _added(runs["sampled"])
+    lossless = all(row["lossless"] for row in rows)
+    failures = []
+    if not lossless:
+        failures.append("drafting changed the greedy text: " + ", ".join(r["name"] for r in rows if not r["lossless"]))
+    if not all(run.finite for kind in runs.values() for run in kind):
+        failures.append("NaN or infinite logits")
+    if min_acceptance is not None and greedy["acceptance"] < min_acceptance:
+        failures.append(f"acceptance {greedy['acceptance']:.3f} is below {min_acceptance}")
+    return {
+        "format": SCHEMA,
+        "device": str(mx.default_device()),
+        "dtype": str(model.model.norm.weight.dtype).removeprefix("mlx.core."),
+        "drafts": drafts,
+        "temperature": temperature,
+        "tokens": tokens,
+        "seed": seed,
+        "lossless": lossless,
+        "greedy": greedy,
+        "sampled": sampled,
+        "forced": forced,
+        "speed": _speed(runs),
+        "first_token": _first_token(model, encoded[0][1]),
+        "prompts": rows,
+        "min_acceptance": min_acceptance,
+        "failures": failures,
+        "passed": not failures,
+    }
+
+
+def _prompt_row(prompt: Prompt, ids: list[int], made: dict, stop: frozenset[int]) -> dict:
+    plain, greedy, sampled = made["plain"], made["greedy"], made["sampled"]
+    row = {"name": prompt.name, "prompt_tokens": len(ids), "lossless": plain.tokens == greedy.tokens}
+    for kind, run in (("greedy", greedy), ("sampled", sampled)):
+        row[kind] = {
+            **_added([run], strict=False),
+            "tokens": run.tokens,
+            "text": text_health(run.tokens, bool(stop & set(run.tokens))),
+        }
+    if not row["lossless"]:
+        pairs = zip(plain.tokens, greedy.tokens, strict=False)
+        row["differs_at"] = next((i for i, (a, b) in enumerate(pairs) if a != b), len(plain.tokens))
+    return row
+
+
+def _added(runs: list, strict: bool = True) -> dict:
+    """Rates over several runs. The prefill's token is not a step's."""
+    drafted = [sum(column) for column in zip(*(r.drafted for r in runs), strict=True)]
+    accepted = [sum(column) for column in zip(*(r.accepted for r in runs), strict=True)]
+    if not sum(drafted):
+        if strict:
+            raise OutputError("nothing was drafted: every prompt ended at its first token; give other prompts")
+        return {"drafted": 0, "accepted": 0, "acceptance": None}
+    steps = sum(r.steps for r in runs)
+    return drafting(drafted, accepted, steps + sum(accepted), steps)
+
+
+def _speed(runs: dict) -> dict:
+    """Tokens a second of the steps alone, with and without drafts, and what acceptance allows at best."""
+    rates = {}
+    for kind in ("plain", "greedy"):
+        count = sum(r.steps + sum(r.accepted) for r in runs[kind])
+        rates[kind] = count / max(sum(r.decode_seconds for r in runs[kind]), 1e-9)
+    steps = sum(r.steps for r in runs["greedy"])
+    return {
+        "plain_tokens_per_second": rates["plain"],
+        "drafting_tokens_per_second": rates["greedy"],
+        "speed_up": rates["greedy"] / rates["plain"] if rates["plain"] else 0.0,
+        "at_best": (steps + sum(sum(r.accepted) for r in runs["greedy"])) / max(steps, 1),
+    }
+
+
+def _first_token(model, ids: list[int]) -> dict:
+    """One token in, its logits out: garbage here points at norms, activations or names, not at attention."""
+    import mlx.core as mx
+
+    logits = model(mx.array([ids[:1]]))[0, 0].astype(mx.float32)
+    probabilities = mx.softmax(logits)
+    entropy = -(probabilities * mx.log(mx.maximum(probabilities, 1e-30))).sum()
+    return {
+        "finite": bool(mx.isfinite(logits).all().item()),
+        "entropy_bits": entropy.item() / 0.6931471805599453,
+        "uniform_bits": float(mx.log2(mx.array(float(logits.size))).item()),
+    }
