@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from math import prod
 
-from ..quantize.errors import RecipeError, SourceError, listing
+from ..quantize.errors import RecipeError, SourceError, listing, quoted
 from ..quantize.policy import MTP_POLICIES, Recipe, assign
 from ..quantize.precision import (
     DTYPE_BYTES,
@@ -206,6 +206,10 @@ def make_plan(checkpoint: Checkpoint, recipe: Recipe, mtp: str | None = None) ->
     """
     policy = mtp or recipe.mtp
     check_config(checkpoint.config)
+    if (layers := checkpoint.config["num_hidden_layers"]) > len(checkpoint.tensors):
+        raise SourceError(
+            f"config.json: num_hidden_layers is {layers}, the checkpoint has {len(checkpoint.tensors)} tensors"
+        )
     table = list(entries(checkpoint.config))
     _check_tensors(checkpoint, table)
     body_dtype = checkpoint.tensors["model.norm.weight"].dtype
@@ -248,9 +252,11 @@ def _check_tensors(checkpoint: Checkpoint, table: list[Entry]) -> None:
     if len(layers) > 1:
         raise SourceError(f"the checkpoint has {len(layers)} MTP layers (model.mtp_layers.*); one is supported")
     problems = [f"{n}: missing" for n in missing]
+    if layers and not head:
+        problems.append("model.mtp_layers.*: config.json's num_nextn_predict_layers is 0; set it to 1")
     for name, info in found.items():
         if name not in expected:
-            problems.append(f"{name}: not a tensor of this model ({info.shard})")
+            problems.append(f"{quoted(name)}: not a tensor of this model ({info.shard})")
         elif info.shape != expected[name].shape:
             problems.append(
                 f"{name}: shape {list(info.shape)}, config.json means {list(expected[name].shape)} ({info.shard})"
