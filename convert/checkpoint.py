@@ -6,8 +6,10 @@ against the folder, and index and shards against each other, before one weight i
 
 import hashlib
 import json
+import math
 import os
 import stat
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..quantize.errors import SourceError, listing
+from ..quantize.errors import SourceError, listing, quoted
 from ..quantize.precision import DTYPE_BYTES
 
 INDEX = "model.safetensors.index.json"
@@ -108,21 +110,22 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     else:
         raise SourceError(f"{folder}: holds neither {INDEX} nor {SINGLE}; is this a model's folder?")
 
-    problems, tensors = [], {}
+    problems, tensors, broken = [], {}, set()
     for shard in shards:
         try:
             found = read_header(folder / shard)
         except SourceError as e:
             problems.append(str(e))
+            broken.add(shard)
             continue
         for info in found:
             if info.name in tensors:
-                problems.append(f"{info.name} is in both {tensors[info.name].shard} and {shard}")
+                problems.append(f"{quoted(info.name)} is in both {tensors[info.name].shard} and {shard}")
             tensors[info.name] = info
-    if weight_map is not None and not problems:
-        problems += _disagreements(weight_map, tensors)
-        strays = {p.name for p in folder.glob("model*.safetensors")} - set(shards)
-        problems += [f"{s}: not in {INDEX}; remove it, or restore the index that names it" for s in sorted(strays)]
+    if weight_map is not None:
+        problems += _disagreements({n: s for n, s in weight_map.items() if s not in broken}, tensors)
+    strays = {p.name for p in folder.glob("model*.safetensors")} - set(shards)
+    problems += [f"{quoted(s)}: not in {INDEX}; remove it, or restore the index that names it" for s in sorted(strays)]
     if problems:
         raise SourceError(listing(f"{folder}: the checkpoint is not whole", problems))
     return Checkpoint(folder, config, tensors, config_sha, index_sha)
@@ -144,12 +147,20 @@ def parse_json(raw: bytes, where: str) -> dict:
     def unique(pairs):
         keys = [k for k, _ in pairs]
         if len(set(keys)) != len(keys):
-            twice = next(k for k in keys if keys.count(k) > 1)
+            twice = Counter(keys).most_common(1)[0][0]
             raise ValueError(f"key {twice[:200]!r} twice")
         return dict(pairs)
 
+    def none(text):
+        raise ValueError(f"{text} is not a number of JSON")
+
+    def finite(text):
+        if not math.isfinite(value := float(text)):
+            raise ValueError(f"{text[:50]} is too large")
+        return value
+
     try:
-        value = json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
+        value = json.loads(raw.decode("utf-8"), object_pairs_hook=unique, parse_constant=none, parse_float=finite)
     except (ValueError, RecursionError) as e:
         raise SourceError(f"{where}: not valid JSON ({e or 'nested too deeply'})") from None
     if not isinstance(value, dict):
@@ -180,7 +191,7 @@ def read_header(path: Path) -> list[TensorInfo]:
     for info in sorted(tensors, key=lambda t: (t.offset, t.nbytes)):
         if info.offset != end:
             what = "overlaps the tensor before it" if info.offset < end else "leaves a gap before it"
-            raise SourceError(f"{path.name}: {info.name} {what}")
+            raise SourceError(f"{path.name}: {quoted(info.name)} {what}")
         end += info.nbytes
     if end != size:
         what = "cut off" if size < end else "longer than its header says"
@@ -237,11 +248,11 @@ def _disagreements(weight_map: dict[str, str], tensors: dict[str, TensorInfo]) -
     problems = []
     for name, shard in weight_map.items():
         if name not in tensors:
-            problems.append(f"{shard}: lacks {name}, which {INDEX} places in it")
+            problems.append(f"{shard}: lacks {quoted(name)}, which {INDEX} places in it")
         elif tensors[name].shard != shard:
-            problems.append(f"{name}: in {tensors[name].shard}, but {INDEX} places it in {shard}")
+            problems.append(f"{quoted(name)}: in {tensors[name].shard}, but {INDEX} places it in {shard}")
     extra = [n for n in tensors if n not in weight_map]
-    return problems + [f"{tensors[n].shard}: {n} is not in {INDEX}" for n in extra]
+    return problems + [f"{tensors[n].shard}: {quoted(n)} is not in {INDEX}" for n in extra]
 
 
 @contextmanager

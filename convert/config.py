@@ -2,7 +2,7 @@
 
 import math
 
-from ..quantize.errors import SourceError, listing
+from ..quantize.errors import SourceError, listing, quoted
 from ..quantize.precision import NVFP4, Quantized
 from .nvfp4 import QUANT_METHOD, is_marked
 
@@ -21,10 +21,17 @@ SIZES = (
     "kv_lora_rank", "moe_intermediate_size", "num_experts", "experts_top_k", "sliding_window",
     "sliding_window_period", "mhc_expansion_rate", "mhc_sinkhorn_iters",
 )  # fmt: skip
+NULLABLE = ("polynorm_bias_clamp", "hidden_clamp")
+POSITIVE = ("rms_norm_eps", "rope_theta", "swa_rope_theta", "rope_factor", "original_seq_len")
+NESTED = {  # key of rope_scaling -> flat key
+    "factor": "rope_factor",
+    "original_max_position_embeddings": "original_seq_len",
+    **{key: key for key in ("mscale", "rope_theta", "beta_fast", "beta_slow")},
+}
 COUNTS = ("n_dense_first_layers", "num_shared_experts", "num_nextn_predict_layers")  # may be 0
 NUMBERS = (
     "rms_norm_eps", "rope_theta", "swa_rope_theta", "route_scale", "polynorm_output_scale", "polynorm_bias_clamp",
-    "mhc_h_post_alpha_end", "hidden_clamp", "rope_factor", "original_seq_len", "mscale",
+    "mhc_h_post_alpha_end", "hidden_clamp", "rope_factor", "original_seq_len", "mscale", "beta_fast", "beta_slow",
 )  # fmt: skip
 
 
@@ -35,24 +42,36 @@ def check_config(config: dict) -> None:
         SourceError: with every key that is at fault.
     """
     if config.get("model_type") != "Motif":
-        raise SourceError(f"config.json: model_type is {config.get('model_type')!r}, not 'Motif'; not a Motif-3")
+        raise SourceError(
+            f"config.json: model_type is {quoted(repr(config.get('model_type')))}, not 'Motif'; not a Motif-3"
+        )
     problems = []
     for key in SIZES:
         if type(config.get(key)) is not int or not 0 < config[key] <= MAX_SIZE:
-            problems.append(f"{key} is {config.get(key)!r}, not a positive whole number")
+            problems.append(f"{key} is {quoted(repr(config.get(key)))}, not a positive whole number")
+    scaling = config.get("rope_scaling")
+    if scaling is not None and not isinstance(scaling, dict):
+        problems.append("rope_scaling is not an object")
+    for key, value in (scaling if isinstance(scaling, dict) else {}).items():
+        if key in NESTED and (type(value) not in (int, float) or (NESTED[key] in POSITIVE and value <= 0)):
+            problems.append(f"rope_scaling.{key} ({NESTED[key]}) is {quoted(repr(value))}, not a number")
+    if type(config.get("route_norm", True)) is not bool:
+        problems.append("route_norm is not true or false")
     for key in COUNTS:
         if type(config.get(key, 0)) is not int or not 0 <= config.get(key, 0) <= MAX_SIZE:
             problems.append(f"{key} is {config[key]!r}, not a whole number")
     for key in NUMBERS:
-        value = config.get(key)
-        if value is not None and (type(value) not in (int, float) or not math.isfinite(value)):
-            problems.append(f"{key} is {value!r}, not a number")
+        if key not in config or (config[key] is None and key in NULLABLE):
+            continue
+        value = config[key]
+        if (type(value) not in (int, float) or not math.isfinite(value)) or (key in POSITIVE and value <= 0):
+            problems.append(f"{key} is {quoted(repr(value))}, not a number")
     if config.get("num_nextn_predict_layers", 0) not in (0, 1):
         problems.append(f"num_nextn_predict_layers is {config['num_nextn_predict_layers']!r}; one MTP layer at most")
     scheme = config.get("quantization_config") or config.get("quantization")
     if scheme and not is_marked(config):
         method = scheme.get("quant_method", scheme) if isinstance(scheme, dict) else scheme
-        problems.append(f"quantization_config is {method!r}; BF16 and {QUANT_METHOD} checkpoints can be read")
+        problems.append(f"quantization_config is {quoted(repr(method))}; BF16 and {QUANT_METHOD} can be read")
     if not problems:
         problems = _refused_by_model(config)
     if problems:
@@ -65,7 +84,7 @@ def _refused_by_model(config: dict) -> list[str]:
     try:
         ModelArgs.from_dict(config)
     except (ValueError, TypeError, AttributeError) as e:
-        return [str(e)]
+        return [quoted(e)]
     return []
 
 

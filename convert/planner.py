@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ..quantize.errors import RecipeError, SourceError, listing
+from ..quantize.errors import RecipeError, SourceError, listing, quoted
 from ..quantize.policy import MTP_POLICIES, Recipe, assign
 from ..quantize.precision import FLOAT_DTYPES, NVFP4, Float, Precision, Quantized, stored_tensors
 from .checkpoint import Checkpoint
@@ -35,6 +35,8 @@ def make_plan(checkpoint: Checkpoint, recipe: Recipe, mtp: str | None = None, re
     nvfp4 = is_nvfp4(checkpoint)
     if requantize and not nvfp4:
         raise RecipeError("--experts affine is for an NVFP4 source; the recipe alone decides for this one")
+    if (layers := checkpoint.config["num_hidden_layers"]) > len(checkpoint.tensors):
+        raise SourceError(f"config.json: num_hidden_layers is {layers}; the checkpoint has too few tensors for that")
     table = list(entries(checkpoint.config))
     stacks = {e.source for e in table if nvfp4 and e.family == "routed experts" and e.kind == PROJECTION}
     _check_tensors(checkpoint, table, stacks)
@@ -86,9 +88,11 @@ def _check_tensors(checkpoint: Checkpoint, table: list[Entry], stacks: set[str])
     if len(layers) > 1:
         raise SourceError(f"the checkpoint has {len(layers)} MTP layers (model.mtp_layers.*); one is supported")
     problems = [f"{n}: missing" for n in expected if n not in found]
+    if layers and not head:
+        problems.append("model.mtp_layers.*: config.json's num_nextn_predict_layers is 0; set it to 1")
     for name, info in found.items():
         if name not in expected:
-            problems.append(f"{name}: not a tensor of this model ({info.shard})")
+            problems.append(f"{quoted(name)}: not a tensor of this model ({info.shard})")
             continue
         dtypes, shape = expected[name]
         if info.shape != shape:

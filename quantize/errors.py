@@ -17,6 +17,19 @@ class OutputError(MotifConvertError):
     """The output folder can't be used, or can't be written."""
 
 
+MOST_ITEMS = 1000
+
+
 def listing(head: str, items: list[str]) -> str:
     """`head` and every item below it: one mistake rarely comes alone."""
-    return head if not items else "\n  - ".join([f"{head}:", *items])
+    shown = items[:MOST_ITEMS]
+    if len(items) > MOST_ITEMS:
+        shown.append(f"and {len(items) - MOST_ITEMS} more")
+    return head if not items else "\n  - ".join([f"{head}:", *shown])
+
+
+def quoted(text: object, limit: int = 200) -> str:
+    """Foreign text as a message may show it: printable, one line, short."""
+    text = str(text)
+    shown = text if len(text) <= limit else text[:limit] + "..."
+    return shown if shown.isprintable() else repr(shown)[1:-1]

@@ -166,9 +166,9 @@ def _show_plan(job, say: Callable[[str], None]) -> None:
 def _recipe(bits: str | None, recipe: str | None) -> str:
     from .recipe import BITS as RECIPES
 
-    if bits and recipe:
+    if bits and recipe is not None:
         raise click.UsageError("--bits and --recipe both choose the recipe; give one of them")
-    return recipe or RECIPES[bits or "4.5"]
+    return RECIPES[bits or "4.5"] if recipe is None else recipe
 
 
 def _mtp(mtp: str | None, keep_mtp_fp16: bool) -> str | None:

@@ -58,7 +58,8 @@ def parse_recipe(text: str, file: str) -> Recipe:
     except (yaml.YAMLError, RecursionError) as e:
         mark = getattr(e, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
-        raise RecipeError(f"recipe {file}{where}: not valid YAML ({getattr(e, 'problem', None) or e})") from None
+        problem = str(getattr(e, "problem", None) or e).splitlines()[0]
+        raise RecipeError(f"recipe {file}{where}: not valid YAML ({problem})") from None
     top = _mapping(root, file, RECIPE_KEYS, "a recipe")
     for key in ("name", "rules"):
         if key not in top:
@@ -108,8 +109,8 @@ def _precision(keys: dict[str, yaml.Node], node: yaml.Node, file: str) -> Precis
     numbers = {}
     for key in ("bits", "group_size"):
         text = _scalar(keys[key], file, key)
-        if not text.isdecimal():
-            raise _error(file, keys[key], f"{key} {text!r} is not a whole number")
+        if not text.isdecimal() or len(text) > 9:
+            raise _error(file, keys[key], f"{key} {text[:50]!r} is not a whole number")
         numbers[key] = int(text)
     mode = _scalar(keys["mode"], file, "mode") if "mode" in keys else "affine"
     try:
@@ -120,9 +121,12 @@ def _precision(keys: dict[str, yaml.Node], node: yaml.Node, file: str) -> Precis
 
 def _mapping(node: yaml.Node | None, file: str, known: set[str], what: str) -> dict[str, yaml.Node]:
     if not isinstance(node, yaml.MappingNode):
-        raise RecipeError(f"recipe {file}: {what} must be `key: value` lines")
+        at = f", line {node.start_mark.line + 1}" if node and what == "a rule" else ""
+        raise RecipeError(f"recipe {file}{at}: {what} must be `key: value` lines")
     keys = {}
     for key, value in node.value:
+        if not isinstance(key, yaml.ScalarNode):
+            raise _error(file, key, "a key must be one word")
         if key.value not in known:
             raise _error(file, key, f"unknown key {key.value!r}; {what} has {', '.join(sorted(known))}")
         if key.value in keys:

@@ -1,0 +1,573 @@
+"""Every way a safetensors checkpoint can be wrong, and lazy reads of one that is right."""
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import REFERENCE, motif_convert, read_safetensors
+from motif_convert.convert.checkpoint import open_checkpoint
+from motif_convert.quantize.errors import SourceError
+
+INDEX = "model.safetensors.index.json"
+FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 5001\n"
+BYTES = {"U8": 1, "BF16": 2, "F16": 2, "F32": 4, "I32": 4}
+
+
+# --- files, written by hand; other test modules use these too ---
+
+
+def file_of(header: object, data: bytes = b"") -> bytes:
+    """A safetensors file: a header (bytes as they are, all else as JSON), then the data."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def entry(dtype: object, shape: object, start: object, end: object) -> dict:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+
+
+def whole(name: str, dtype: str, shape: list[int], fill: int = 7) -> bytes:
+    """A file of one right tensor whose bytes are all `fill`."""
+    size = BYTES[dtype] * prod(shape)
+    return file_of({name: entry(dtype, shape, 0, size)}, bytes([fill]) * size)
+
+
+def write_folder(folder: Path, files: dict[str, bytes], weight_map: object = None) -> Path:
+    """A folder with an empty config.json, `files`, and an index if there is a weight map."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text("{}")
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    if weight_map is not None:
+        (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return folder
+
+
+def sparse_checkpoint(folder: Path, config: dict, tensors: dict[str, tuple[str, tuple, str]]) -> Path:
+    """A checkpoint of (dtype, shape, shard) with real headers, whose weights are holes: any size costs no disk."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    weight_map = {name: shard for name, (_, _, shard) in tensors.items()}
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    headers: dict[str, dict] = {}
+    ends: dict[str, int] = {}
+    for name, (dtype, shape, shard) in tensors.items():
+        start = ends.get(shard, 0)
+        ends[shard] = start + BYTES[dtype] * prod(shape)
+        headers.setdefault(shard, {})[name] = entry(dtype, list(shape), start, ends[shard])
+    for shard, header in headers.items():
+        content = file_of(header)
+        (folder / shard).write_bytes(content)
+        os.truncate(folder / shard, len(content) + ends[shard])
+    return folder
+
+
+def refused(cwd: Path, *args: object) -> str:
+    """The one message of a command that refuses its input: exit code 2, no traceback, nothing left behind."""
+    before = sorted(cwd.rglob("*"))
+    result = motif_convert(*args, cwd=cwd)
+    assert result.returncode == 2, result.stderr
+    assert result.stdout == ""
+    assert result.stderr.startswith("motif-convert: error: ")
+    assert result.stderr.count("error:") == 1
+    assert "Traceback" not in result.stderr
+    assert sorted(cwd.rglob("*")) == before
+    return result.stderr
+
+
+def problem(folder: Path) -> str:
+    """Why a folder is refused."""
+    with pytest.raises(SourceError) as refusal:
+        open_checkpoint(folder)
+    return str(refusal.value)
+
+
+@pytest.fixture
+def two(tmp_path) -> Path:
+    """A right checkpoint of two shards, for a test to break."""
+    files = {FIRST: whole("a", "BF16", [2, 3]), SECOND: whole("b", "F32", [4])}
+    return write_folder(tmp_path / "two", files, {"a": FIRST, "b": SECOND})
+
+
+@pytest.fixture(autouse=True)
+def _no_hang():
+    """Fails a test that blocks, on a pipe for instance."""
+
+    def stop(*_):
+        raise AssertionError("hangs")
+
+    previous = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(20)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, previous)
+
+
+# --- one shard's header ---
+
+RIGHT = entry("BF16", [2, 3], 0, 12)
+
+NOT_SAFETENSORS = {
+    "empty": b"",
+    "seven bytes": b"\x02" + bytes(6),
+    "header of 0 bytes": file_of(b""),
+    "header of 1 byte": file_of(b" "),
+    "header of 2^63 bytes": (2**63).to_bytes(8, "little") + b"{}",
+    "header of 2^64 - 1 bytes": b"\xff" * 8 + b"{}",
+    "header over 100 MB": (100_000_001).to_bytes(8, "little") + b"{}",
+}
+
+
+@pytest.mark.parametrize("content", NOT_SAFETENSORS.values(), ids=NOT_SAFETENSORS)
+def test_not_a_safetensors_file(tmp_path, content):
+    folder = write_folder(tmp_path, {"model.safetensors": content})
+    assert "model.safetensors: not a safetensors file" in problem(folder)
+
+
+WRONG_HEADERS = {
+    "longer than the file": (
+        (50).to_bytes(8, "little") + b"{}",
+        "cut off inside its header (10 bytes); download it again",
+    ),
+    "not JSON": (file_of(b"{]"), "header: not valid JSON"),
+    "not UTF-8": (file_of(b'{"\xff": 1}'), "header: not valid JSON"),
+    "nested lists": (file_of(b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"), "header: not valid JSON"),
+    "nested objects": (file_of(b'{"a":' * 50_000 + b"1" + b"}" * 50_000), "header: not valid JSON"),
+    "a number of 5000 digits": (file_of(b'{"a": ' + b"9" * 5000 + b"}"), "header: not valid JSON"),
+    "a list": (file_of([]), "header: not a JSON object"),
+    "a string": (file_of("tensors"), "header: not a JSON object"),
+    "null": (file_of(None), "header: not a JSON object"),
+    "a tensor twice": (file_of(b'{"a": 1, "b": 2, "a": 3}'), "header: not valid JSON (key 'a' twice)"),
+    "a key twice": (file_of(b'{"a": {"shape": 1, "shape": 1}}'), "header: not valid JSON (key 'shape' twice)"),
+    "git-lfs pointer": (LFS_POINTER, "a git-lfs pointer, not the file; run `git lfs pull`"),
+}
+
+
+@pytest.mark.parametrize(("content", "message"), WRONG_HEADERS.values(), ids=WRONG_HEADERS)
+def test_wrong_header(tmp_path, content, message):
+    folder = write_folder(tmp_path, {"model.safetensors": content})
+    assert f"model.safetensors: {message}" in problem(folder)
+
+
+WRONG_TENSORS = {
+    "not an object": (5, "needs dtype, shape and data_offsets"),
+    "null": (None, "needs dtype, shape and data_offsets"),
+    "a list": ([], "needs dtype, shape and data_offsets"),
+    "no dtype": ({"shape": [2], "data_offsets": [0, 4]}, "needs dtype, shape and data_offsets"),
+    "no shape": ({"dtype": "U8", "data_offsets": [0, 4]}, "needs dtype, shape and data_offsets"),
+    "no offsets": ({"dtype": "U8", "shape": [4]}, "needs dtype, shape and data_offsets"),
+    "another key": (RIGHT | {"strides": [3, 1]}, "needs dtype, shape and data_offsets"),
+    "dtype unknown": (entry("F99", [2, 3], 0, 12), "unknown dtype 'F99'"),
+    "dtype in lower case": (entry("bf16", [2, 3], 0, 12), "unknown dtype 'bf16'"),
+    "dtype a number": (entry(16, [2, 3], 0, 12), "unknown dtype"),
+    "dtype a list": (entry(["BF16"], [2, 3], 0, 12), "unknown dtype"),
+    "dtype null": (entry(None, [2, 3], 0, 12), "unknown dtype"),
+    "shape a number": (entry("BF16", 6, 0, 12), "shape 6 is not"),
+    "shape null": (entry("BF16", None, 0, 12), "shape None is not"),
+    "shape a string": (entry("BF16", "23", 0, 12), "shape 23 is not"),
+    "shape negative": (entry("BF16", [-2, -3], 0, 12), "shape .-2, -3. is not"),
+    "shape with true": (entry("BF16", [True, 6], 0, 12), "shape .True, 6. is not"),
+    "shape with a float": (entry("BF16", [2.0, 3], 0, 12), "shape .2.0, 3. is not"),
+    "shape with NaN": (entry("BF16", [float("nan")], 0, 12), "not valid JSON|shape .nan. is not"),
+    "shape nested": (entry("BF16", [[2], 3], 0, 12), "shape ..2., 3. is not"),
+    "shape of 2^63": (entry("U8", [2**63], 0, 12), "shape .9223372036854775808. is not"),
+    "shape of 2^200, wrapping to 0": (entry("U8", [2**200], 0, 0), "shape .*is not"),
+    "shape wrapping to 12": (entry("U8", [2**62, 4, 3], 0, 12), "12 bytes, but U8 .* takes 55340232221128654848"),
+    "nine axes": (entry("BF16", [1] * 7 + [2, 3], 0, 12), "is not a list of at most 8"),
+    "offsets null": ({"dtype": "U8", "shape": [4], "data_offsets": None}, "data_offsets None are not"),
+    "one offset": ({"dtype": "U8", "shape": [4], "data_offsets": [0]}, "data_offsets .0. are not"),
+    "three offsets": ({"dtype": "U8", "shape": [4], "data_offsets": [0, 4, 8]}, "data_offsets .0, 4, 8. are not"),
+    "offsets negative": (entry("BF16", [2, 3], -12, 0), "data_offsets .-12, 0. are not"),
+    "offsets reversed": (entry("BF16", [2, 3], 12, 0), "data_offsets .12, 0. are not"),
+    "offsets with a float": (entry("BF16", [2, 3], 0.0, 12), "data_offsets .0.0, 12. are not"),
+    "offsets with false": (entry("BF16", [2, 3], False, 12), "data_offsets .False, 12. are not"),
+    "offsets of 2^64": (entry("BF16", [2, 3], 2**64, 2**64 + 12), "data_offsets .* are not"),
+    "more bytes than the shape": (entry("BF16", [2, 2], 0, 12), "12 bytes, but BF16 .2, 2. takes 8"),
+    "fewer bytes than the shape": (entry("F32", [2, 3], 0, 12), "12 bytes, but F32 .2, 3. takes 24"),
+    "bytes for no elements": (entry("BF16", [0, 3], 0, 12), "12 bytes, but BF16 .0, 3. takes 0"),
+}
+
+
+@pytest.mark.parametrize(("wrong", "message"), WRONG_TENSORS.values(), ids=WRONG_TENSORS)
+def test_wrong_tensor(tmp_path, wrong, message):
+    folder = write_folder(tmp_path, {"model.safetensors": file_of({"some.weight": wrong}, bytes(12))})
+    with pytest.raises(SourceError, match=f"model.safetensors: .*{message}") as refusal:
+        open_checkpoint(folder)
+    assert "some.weight" in str(refusal.value) or "not valid JSON" in str(refusal.value)
+
+
+A, B = entry("U8", [4], 0, 4), entry("U8", [4], 4, 8)
+
+WRONG_LAYOUTS = {
+    "overlap": ({"a": A, "b": entry("U8", [4], 3, 7)}, 7, "model.safetensors: b overlaps"),
+    "the same bytes twice": ({"a": A, "b": A}, 4, "model.safetensors: b overlaps"),
+    "one within another": ({"a": A, "b": entry("U8", [1], 1, 2)}, 4, "model.safetensors: b overlaps"),
+    "gap": ({"a": A, "b": entry("U8", [4], 5, 9)}, 9, "model.safetensors: b leaves a gap"),
+    "gap at the start": ({"a": entry("U8", [4], 1, 5)}, 5, "model.safetensors: a leaves a gap"),
+    "far beyond the file": ({"a": entry("U8", [4], 2**62, 2**62 + 4)}, 4, "model.safetensors: a leaves a gap"),
+    "cut by a byte": ({"a": A, "b": B}, 7, "model.safetensors: cut off: .* download it again"),
+    "cut after the header": ({"a": A, "b": B}, 0, "model.safetensors: cut off: .* download it again"),
+    "a byte more": ({"a": A, "b": B}, 9, "model.safetensors: longer than its header says: .* download it again"),
+    "bytes but no tensor": ({}, 1, "model.safetensors: longer than its header says"),
+}
+
+
+@pytest.mark.parametrize(("header", "size", "message"), WRONG_LAYOUTS.values(), ids=WRONG_LAYOUTS)
+def test_wrong_layout(tmp_path, header, size, message):
+    folder = write_folder(tmp_path, {"model.safetensors": file_of(header, bytes(size))})
+    with pytest.raises(SourceError, match=message):
+        open_checkpoint(folder)
+
+
+def test_a_tensor_twice_among_many(tmp_path):
+    """100,000 tensors of no elements, the last of them twice."""
+    empty = json.dumps(entry("U8", [0], 0, 0))
+    header = "{" + ", ".join(f'"{i}": {empty}' for i in [*range(100_000), 99_999]) + "}"
+    folder = write_folder(tmp_path, {"model.safetensors": file_of(header.encode())})
+    assert "key '99999' twice" in problem(folder)
+
+
+RIGHT_HEADERS = {
+    "any order": {"b": B, "a": A},
+    "metadata": {"__metadata__": {"format": "pt"}, "a": A, "b": B},
+    "a scalar": {"a": entry("U8", [], 0, 1), "b": entry("U8", [7], 1, 8)},
+    "no elements": {"b": B, "empty": entry("F32", [3, 0], 4, 4), "a": A, "none": entry("F32", [0], 0, 0)},
+    "padding": json.dumps({"a": A, "b": B}).encode() + b" " * 13,
+    "eight axes": {"a": entry("F32", [1] * 6 + [2, 1], 0, 8)},
+}
+
+
+@pytest.mark.parametrize("header", RIGHT_HEADERS.values(), ids=RIGHT_HEADERS)
+def test_right_header(tmp_path, header):
+    folder = write_folder(tmp_path, {"model.safetensors": file_of(header, bytes(range(8)))})
+    expected = json.loads(header) if isinstance(header, bytes) else header
+    with open_checkpoint(folder) as checkpoint:
+        found = {
+            name: (t.dtype, list(t.shape), bytes(checkpoint.read(name, 0, t.nbytes)))
+            for name, t in checkpoint.tensors.items()
+        }
+    assert found == {
+        name: (e["dtype"], e["shape"], bytes(range(*e["data_offsets"])))
+        for name, e in expected.items()
+        if name != "__metadata__"
+    }
+
+
+# --- the index against the shards ---
+
+
+def test_missing_shard(two):
+    (two / SECOND).unlink()
+    assert f"{SECOND}: No such file" in problem(two)
+
+
+def test_tensor_that_no_shard_has(two):
+    write_folder(two, {}, {"a": FIRST, "b": SECOND, "c": SECOND})
+    assert f"{SECOND}: lacks c, which {INDEX} places in it" in problem(two)
+
+
+def test_tensor_that_the_index_lacks(two):
+    write_folder(two, {SECOND: file_of({"b": A, "c": B}, bytes(8))})
+    assert f"{SECOND}: c is not in {INDEX}" in problem(two)
+
+
+def test_tensor_in_another_shard(two):
+    write_folder(two, {}, {"a": SECOND, "b": FIRST})
+    assert f"a: in {FIRST}, but {INDEX} places it in {SECOND}" in problem(two)
+
+
+def test_tensor_in_two_shards(two):
+    write_folder(two, {SECOND: file_of({"a": A, "b": B}, bytes(8))})
+    assert f"a is in both {FIRST} and {SECOND}" in problem(two)
+
+
+@pytest.mark.parametrize("stray", ["model-00003-of-00003.safetensors", "model.safetensors", "model_old.safetensors"])
+def test_stray_shard(two, stray):
+    write_folder(two, {stray: whole("c", "U8", [4])})
+    assert f"{stray}: not in {INDEX}; remove it" in problem(two)
+
+
+def test_stray_shard_beside_a_single_file(tmp_path):
+    """A loader takes every model*.safetensors, so a single file beside shards without an index is two models."""
+    files = {"model.safetensors": whole("a", "U8", [4]), FIRST: whole("b", "U8", [4])}
+    assert FIRST in problem(write_folder(tmp_path, files))
+
+
+def test_files_that_are_no_shards(two):
+    sidecars = ("nvfp4_act_scales.safetensors", "adapter.safetensors", ".model-00001.safetensors.partial")
+    write_folder(two, dict.fromkeys(sidecars, b"anything"))
+    with open_checkpoint(two) as checkpoint:
+        assert set(checkpoint.tensors) == {"a", "b"}
+
+
+def test_every_broken_shard_is_listed(two):
+    write_folder(two, {FIRST: b"", SECOND: LFS_POINTER})
+    message = problem(two)
+    assert f"{FIRST}: not a safetensors file" in message
+    assert f"{SECOND}: a git-lfs pointer" in message
+
+
+def test_problems_of_all_kinds_are_listed_at_once(two):
+    third, stray = "model-00003-of-00003.safetensors", "model-00009-of-00009.safetensors"
+    write_folder(two, {SECOND: b"", third: file_of({"c": A, "d": B}, bytes(8)), stray: whole("e", "U8", [1])})
+    write_folder(two, {}, {"a": FIRST, "z": FIRST, "b": SECOND, "c": third})
+    message = problem(two)
+    for part in (f"{SECOND}: not a safetensors", f"{FIRST}: lacks z", f"{third}: d is not in", f"{stray}: not in"):
+        assert part in message
+    assert "lacks b" not in message  # nobody knows what a broken shard holds
+
+
+WRONG_FILE_NAMES = {
+    "the folder above": f"../{FIRST}",
+    "an absolute path": "/etc/model.safetensors",
+    "a folder below": "sub/model.safetensors",
+    "a backslash": "..\\model.safetensors",
+    "a drive": "C:model.safetensors",
+    "a newline": "model\n.safetensors",
+    "an escape": "model\x1b[2J.safetensors",
+    "NUL": "model\0.safetensors",
+    "text that runs backwards": "model\u202e.safetensors",
+    "half a surrogate": "model\ud800.safetensors",
+    "hidden": ".safetensors",
+    "nothing": "",
+    "another type": "model.bin",
+    "a pickle": "pytorch_model.safetensors.pkl",
+    "10 MB": "m" * 10_000_000 + ".safetensors",
+}
+
+
+@pytest.mark.parametrize("name", WRONG_FILE_NAMES.values(), ids=WRONG_FILE_NAMES)
+def test_file_name_that_is_not_plain(two, name):
+    write_folder(two.parent, {FIRST: whole("a", "BF16", [2, 3])})  # a right file where "../" leads
+    write_folder(two, {}, {"a": name, "b": SECOND})
+    message = problem(two)
+    assert f"{INDEX}: file names must be plain" in message
+    assert repr(name[:100])[:-1] in message
+    assert len(message) < 1000
+
+
+@pytest.mark.parametrize(
+    "name", ["n" * 10_000_000, "\x1b[2J\nmotif-convert: error: all is well"], ids=["10 MB", "ANSI"]
+)
+@pytest.mark.parametrize("where", ["index", "shard", "both shards", "overlap"])
+def test_tensor_name_cannot_flood_or_fake_a_message(two, name, where):
+    if where == "index":
+        write_folder(two, {}, {"a": FIRST, "b": SECOND, name: SECOND})
+    elif where == "shard":
+        write_folder(two, {SECOND: file_of({"b": A, name: B}, bytes(8))})
+    elif where == "both shards":
+        write_folder(two, {FIRST: whole(name, "U8", [1]), SECOND: whole(name, "U8", [1])})
+    else:
+        write_folder(two, {SECOND: file_of({"b": A, name: A}, bytes(4))})
+    message = problem(two)
+    assert len(message) < 2000
+    assert all(line.isprintable() for line in message.splitlines())
+    assert not any(line.startswith("motif-convert") for line in message.splitlines())
+
+
+# --- files that are not files ---
+
+
+def _directory(path: Path):
+    path.mkdir()
+
+
+def _pipe(path: Path):
+    os.mkfifo(path)
+
+
+def _loop(path: Path):
+    path.symlink_to(path.name)
+
+
+def _dangling(path: Path):
+    path.symlink_to("nowhere")
+
+
+def _device(path: Path):
+    path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize("make", [_directory, _pipe, _loop, _dangling, _device])
+@pytest.mark.parametrize("name", [FIRST, "config.json"])
+def test_not_a_regular_file(two, name, make):
+    (two / name).unlink()
+    make(two / name)
+    assert f"{name}: " in problem(two)
+
+
+@pytest.mark.parametrize("make", [_directory, _pipe, _loop, _dangling, _device])
+def test_index_that_is_not_a_regular_file(two, make):
+    (two / INDEX).unlink()
+    make(two / INDEX)
+    assert INDEX in problem(two)
+
+
+def test_links_to_files_are_followed(two):
+    """As in the Hub's cache, where every file of a snapshot is a link."""
+    blobs = two.parent / "blobs"
+    blobs.mkdir()
+    for name in (FIRST, SECOND, INDEX, "config.json"):
+        shutil.move(two / name, blobs / name)
+        (two / name).symlink_to(blobs / name)
+    with open_checkpoint(two) as checkpoint:
+        assert bytes(checkpoint.read("a", 0, 12)) == b"\7" * 12
+
+
+# --- JSON files ---
+
+WRONG_JSON = {
+    "empty": (b"", "not valid JSON"),
+    "not JSON": (b"weights: none", "not valid JSON"),
+    "cut off": (b'{"weight_map": {"a": ', "not valid JSON"),
+    "byte order mark": (b"\xef\xbb\xbf{}", "not valid JSON"),
+    "UTF-16": ("{}".encode("utf-16"), "not valid JSON"),
+    "nested": (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "not valid JSON"),
+    "a key twice": (b'{"hidden_size": 1, "hidden_size": 2}', "key 'hidden_size' twice"),
+    "a nested key twice": (b'{"weight_map": {"a": "x", "a": "y"}}', "key 'a' twice"),
+    "a list": (b"[]", "not a JSON object"),
+    "a number": (b"1", "not a JSON object"),
+    "git-lfs pointer": (LFS_POINTER, "git-lfs pointer"),
+}
+
+
+@pytest.mark.parametrize(("content", "message"), WRONG_JSON.values(), ids=WRONG_JSON)
+@pytest.mark.parametrize("name", ["config.json", INDEX])
+def test_wrong_json(two, name, content, message):
+    write_folder(two, {name: content})
+    found = problem(two)
+    assert found.startswith(f"{name}: ")
+    assert message in found
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+def test_number_that_json_does_not_have(two, number):
+    """It would be copied into the config.json of the build, which other readers then reject."""
+    write_folder(two, {"config.json": f'{{"model_type": "Motif", "initializer_range": {number}}}'.encode()})
+    assert "config.json: " in problem(two)
+
+
+@pytest.mark.parametrize("name", ["config.json", INDEX])
+def test_json_of_gigabytes(two, name):
+    os.truncate(two / name, 3 << 30)
+    assert f"{name}: 3221225472 bytes, more than" in problem(two)
+
+
+@pytest.mark.parametrize(
+    "weight_map", [[], "all", 5, {"a": 1}, {"a": None}, {"a": [FIRST]}, {}], ids=lambda value: json.dumps(value)[:20]
+)
+def test_index_without_a_weight_map(two, weight_map):
+    write_folder(two, {}, weight_map)
+    message = problem(two)
+    assert INDEX in message
+    assert "weight_map" in message
+
+
+def test_index_without_the_key(two):
+    write_folder(two, {INDEX: b'{"metadata": {}}'})
+    assert f"{INDEX}: has no weight_map" in problem(two)
+
+
+def test_no_config(two):
+    (two / "config.json").unlink()
+    assert "config.json: No such file" in problem(two)
+
+
+def test_no_weights(tmp_path):
+    message = problem(write_folder(tmp_path, {"tokenizer.json": b"{}"}))
+    assert message.startswith(f"{tmp_path}: ")
+    assert INDEX in message
+
+
+def test_the_command_says_it_once(two):
+    os.truncate(two / FIRST, (two / FIRST).stat().st_size - 1)
+    work = two.parent / "work"
+    work.mkdir()
+    before = sorted(two.iterdir())
+    message = refused(work, "plan", "--source", two)
+    assert f"{FIRST}: cut off" in message
+    assert sorted(two.iterdir()) == before
+
+
+# --- what is right ---
+
+
+def test_digests_are_those_of_the_files(two):
+    with open_checkpoint(two) as checkpoint:
+        assert checkpoint.config_sha256 == hashlib.sha256((two / "config.json").read_bytes()).hexdigest()
+        assert checkpoint.index_sha256 == hashlib.sha256((two / INDEX).read_bytes()).hexdigest()
+
+
+def test_one_file_needs_no_index(tmp_path):
+    folder = write_folder(tmp_path, {"model.safetensors": whole("a", "F32", [2, 2], fill=9)})
+    with open_checkpoint(folder) as checkpoint:
+        assert checkpoint.index_sha256 is None
+        assert {t.name: (t.dtype, t.shape, t.shard) for t in checkpoint.tensors.values()} == {
+            "a": ("F32", (2, 2), "model.safetensors")
+        }
+        assert bytes(checkpoint.read("a", 4, 8)) == b"\x09" * 8
+
+
+@pytest.mark.parametrize("name", ["tiny-motif3", "tiny-motif3-nvfp4", "demo-motif3"])
+def test_every_tensor_of_the_reference(name):
+    expected = read_safetensors(REFERENCE / name)
+    weight_map = json.loads((REFERENCE / name / INDEX).read_text())["weight_map"]
+    with open_checkpoint(REFERENCE / name) as checkpoint:
+        assert {t.name: t.shard for t in checkpoint.tensors.values()} == weight_map
+        found = {
+            t.name: (t.dtype, t.shape, bytes(checkpoint.read(t.name, 0, t.nbytes))) for t in checkpoint.tensors.values()
+        }
+    assert found == expected
+
+
+def test_an_expert_and_its_rows():
+    name = "model.layers.2.moe.experts.gate_up_proj"
+    _, shape, data = read_safetensors(REFERENCE / "tiny-motif3")[name]
+    stack = np.frombuffer(data, np.uint16).reshape(shape)
+    experts, rows, width = shape
+    with open_checkpoint(REFERENCE / "tiny-motif3") as checkpoint:
+        for expert in (0, 3, experts - 1):
+            raw = checkpoint.read(name, expert * rows * width * 2, rows * width * 2)
+            np.testing.assert_array_equal(raw.view(np.uint16).reshape(rows, width), stack[expert])
+            up = checkpoint.read(name, (expert * rows + rows // 2) * width * 2, rows * width)
+            np.testing.assert_array_equal(up.view(np.uint16).reshape(-1, width), stack[expert, rows // 2 :])
+        assert checkpoint.read(name, len(data), 0).shape == (0,)
+
+
+def test_reads_no_more_than_it_is_asked_for(tmp_path):
+    """64 GiB of holes with a few bytes at the far end; offsets beyond 2^32."""
+    size = 64 << 30
+    folder = sparse_checkpoint(
+        tmp_path / "sparse", {}, {"a": ("U8", (5,), FIRST), "big": ("BF16", (size // 2,), FIRST)}
+    )
+    with (folder / FIRST).open("r+b") as file:
+        file.seek(-4, os.SEEK_END)
+        file.write(b"last")
+    with open_checkpoint(folder) as checkpoint:
+        assert bytes(checkpoint.read("big", size - 6, 6)) == b"\0\0last"
+        assert bytes(checkpoint.read("big", size // 2, 4)) == bytes(4)
+
+
+@pytest.mark.parametrize("already_read", [False, True])
+def test_shard_cut_after_opening(two, already_read):
+    with open_checkpoint(two) as checkpoint:
+        if already_read:
+            checkpoint.read("b", 0, 16)
+        os.truncate(two / SECOND, (two / SECOND).stat().st_size - 1)
+        assert bytes(checkpoint.read("b", 0, 15)) == b"\7" * 15
+        with pytest.raises(SourceError, match=f"{SECOND}: ended while b was read; .* download it again"):
+            checkpoint.read("b", 0, 16)
+
+
+def test_shard_removed_after_opening(two):
+    with open_checkpoint(two) as checkpoint:
+        (two / FIRST).unlink()
+        with pytest.raises(SourceError, match=f"{FIRST}: a could not be read: No such file"):
+            checkpoint.read("a", 0, 1)
