@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ..quantize.errors import RecipeError, SourceError, listing, quoted
 from ..quantize.policy import MTP_POLICIES, Recipe, assign
-from ..quantize.precision import FLOAT_DTYPES, NVFP4, Float, Precision, Quantized, stored_tensors
+from ..quantize.precision import FLOAT_DTYPES, NVFP4, UNPACKED, Float, Precision, Quantized, stored_tensors
 from .checkpoint import Checkpoint
 from .config import check_config
 from .names import FIXED, PROJECTION, Entry, entries
@@ -44,6 +44,9 @@ def make_plan(checkpoint: Checkpoint, recipe: Recipe, mtp: str | None = None, re
     body = [e for e in table if e.family != "MTP head"]
     head = [e for e in table if e.family == "MTP head"]
     chosen = assign(recipe, _inputs(body, PROJECTION), _inputs(body, FIXED))
+    stack_paths = {_module_path(t) for e in body if e.source in stacks for t in e.targets}
+    unpacked = [p for p, precision in chosen.items() if precision == Float(UNPACKED)]
+    chosen |= {p: Float("BF16") if p in stack_paths else Float() for p in unpacked}
     chosen |= _kept_nvfp4([e for e in body if e.source in stacks], chosen, requantize)
     _check_kept(recipe, body, checkpoint, chosen, stacks)
     if mtp == "drop" and not head:
@@ -98,7 +101,8 @@ def _check_tensors(checkpoint: Checkpoint, table: list[Entry], stacks: set[str])
         if info.shape != shape:
             problems.append(f"{name}: shape {list(info.shape)}, config.json means {list(shape)} ({info.shard})")
         elif info.dtype not in dtypes:
-            problems.append(f"{name}: dtype {info.dtype}, not {' or '.join(dtypes)} ({info.shard})")
+            wanted = dtypes[0] if len(dtypes) == 1 else "one of " + ", ".join(dtypes)
+            problems.append(f"{name}: dtype {info.dtype}, not {wanted} ({info.shard})")
     if problems:
         raise SourceError(listing("the tensors are not those that config.json describes", problems))
 

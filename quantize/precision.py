@@ -18,9 +18,17 @@ AFFINE_BITS = (2, 3, 4, 5, 6, 8)
 AFFINE_GROUP_SIZES = (32, 64, 128)
 
 
+UNPACKED = "float"
+
+
 @dataclass(frozen=True)
 class Float:
-    """Stored unpacked, as `dtype` ("BF16", "F16", "F32"), or in the source's own if None."""
+    """Kept, not quantized.
+
+    Args:
+        dtype: "BF16", "F16" or "F32"; None for the source's own bits, be they NVFP4; UNPACKED for the source's
+            own floats, NVFP4 decoded.
+    """
 
     dtype: str | None = None
 

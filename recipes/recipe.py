@@ -7,10 +7,10 @@ import yaml
 
 from ..quantize.errors import RecipeError
 from ..quantize.policy import MTP_POLICIES, Recipe, Rule
-from ..quantize.precision import Float, Precision, Quantized
+from ..quantize.precision import UNPACKED, Float, Precision, Quantized
 
 BITS = {"4.5": "4.5bit", "8": "8bit"}  # what --bits chooses
-KEPT_DTYPES = {"source": None, "bf16": "BF16", "fp16": "F16", "fp32": "F32"}
+KEPT_DTYPES = {"source": None, "float": UNPACKED, "bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 RULE_KEYS = {"match", "mode", "bits", "group_size", "dtype", "optional"}
 RECIPE_KEYS = {"name", "description", "mtp", "rules"}
 MAX_RECIPE_BYTES = 1 << 20

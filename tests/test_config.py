@@ -176,7 +176,7 @@ def test_a_source_that_is_quantized(key, scheme, shown):
     message = problem(SMALL_CONFIG | {key: scheme})
     assert "quantization_config is " in message
     assert shown in message
-    assert "convert from the BF16 checkpoint" in message
+    assert "BF16 and modelopt_nvfp4 can be read" in message
 
 
 @pytest.mark.parametrize("key", ["model_type", "hidden_size", "rope_theta", "quantization_config", "score_func"])

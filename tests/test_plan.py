@@ -11,7 +11,7 @@ import pytest
 from conftest import REFERENCE, SMALL_CONFIG, motif_convert
 from motif_convert.convert.checkpoint import open_checkpoint
 from motif_convert.convert.names import entries
-from motif_convert.convert.plan import make_plan
+from motif_convert.convert.planner import make_plan
 from motif_convert.quantize.errors import RecipeError, SourceError
 from motif_convert.quantize.precision import Quantized
 from motif_convert.recipes.recipe import load_recipe, parse_recipe
@@ -467,7 +467,7 @@ def test_quantized_sources_are_refused(tmp_path):
     work.mkdir()
     message = refused(work, "plan", "--source", folder)
     assert "config.json" in message
-    assert "quantization_config is 'fp8'; convert from the BF16 checkpoint" in message
+    assert "quantization_config is 'fp8'; BF16 and modelopt_nvfp4 can be read" in message
 
 
 # --- what the plan says of itself ---

@@ -73,7 +73,7 @@ def test_bytes_of_an_element(dtype, size):
         (("affine", 4, 256), "group_size 256 is not"),
         (("affine", 4, 0), "group_size 0 is not"),
         (("affine", 4, None), "group_size None is not"),
-        (("nvfp4", 4, 16), "mode 'nvfp4' is not known; use affine"),
+        (("nvfp4", 8, 16), "mode nvfp4 has bits 4 and group_size 16"),
         (("", 4, 64), "mode '' is not known; use affine"),
         ((None, 4, 64), "mode None is not known; use affine"),
     ],

@@ -6,7 +6,7 @@ import pytest
 from conftest import REFERENCE, SMALL_CONFIG, motif_convert
 from motif_convert.convert.checkpoint import open_checkpoint
 from motif_convert.convert.names import entries
-from motif_convert.convert.plan import make_plan
+from motif_convert.convert.planner import make_plan
 from motif_convert.quantize.errors import RecipeError
 from motif_convert.quantize.policy import MTP_POLICIES, Rule
 from motif_convert.quantize.precision import Float, Quantized

@@ -36,6 +36,12 @@ class Build:
     def stop(self) -> frozenset[int]:
         return frozenset(self.tokenizer.eos_token_ids)
 
+    def windows(self, text: str) -> list[list[int]]:
+        """A text's tokens, cut into windows for teacher forcing."""
+        from .forced import windows_of
+
+        return windows_of(self.tokenizer.encode(text))
+
     def encode(self, prompt: Prompt) -> list[int]:
         if prompt.raw or not self.tokenizer.has_chat_template:
             return self.tokenizer.encode(prompt.text)
@@ -128,7 +134,7 @@ def smoke(
     import mlx.core as mx
 
     from .decode import decode
-    from .forced import forced_acceptance, windows_of
+    from .forced import forced_acceptance, forced_positions
 
     model = build.model
     if "mtp" not in model:
@@ -146,11 +152,9 @@ def smoke(
         made["sampled"] = decode(model, ids, tokens, drafts, temperature, seed + number, build.stop)
         for kind, run in made.items():
             runs[kind].append(run)
-        rows.append(_prompt_row(prompt, ids, made, build.stop))
+        rows.append(_prompt_row(model, prompt, ids, made, build.stop))
 
-    ids = build.tokenizer.encode(text)
-    vocabulary = build.config["vocab_size"]
-    forced = forced_acceptance(model, windows_of([t for t in ids if t < vocabulary]), temperature)
+    forced = forced_acceptance(*forced_positions(model, build.windows(text), temperature))
     greedy, sampled = _added(runs["greedy"]), _added(runs["sampled"])
     lossless = all(row["lossless"] for row in rows)
     failures = []
@@ -181,19 +185,50 @@ def smoke(
     }
 
 
-def _prompt_row(prompt: Prompt, ids: list[int], made: dict, stop: frozenset[int]) -> dict:
-    plain, greedy, sampled = made["plain"], made["greedy"], made["sampled"]
-    row = {"name": prompt.name, "prompt_tokens": len(ids), "lossless": plain.tokens == greedy.tokens}
-    for kind, run in (("greedy", greedy), ("sampled", sampled)):
+def _prompt_row(model, prompt: Prompt, ids: list[int], made: dict, stop: frozenset[int]) -> dict:
+    row = {"name": prompt.name, "prompt_tokens": len(ids)}
+    row |= _compared(model, ids, made["plain"].tokens, made["greedy"].tokens, stop)
+    for kind in ("greedy", "sampled"):
+        run = made[kind]
         row[kind] = {
             **_added([run], strict=False),
             "tokens": run.tokens,
             "text": text_health(run.tokens, bool(stop & set(run.tokens))),
         }
-    if not row["lossless"]:
-        pairs = zip(plain.tokens, greedy.tokens, strict=False)
-        row["differs_at"] = next((i for i, (a, b) in enumerate(pairs) if a != b), len(plain.tokens))
     return row
+
+
+def _compared(model, ids: list[int], plain: list[int], drafted: list[int], stop: frozenset[int]) -> dict:
+    """Whether drafting left the greedy text as it is.
+
+    Several rows at once round otherwise than one, so where the two best logits are nearly equal the choice may turn
+    without any fault of the loop. Such a place is a tie: it is counted, and both go on from there.
+
+    Returns:
+        `lossless`, `ties` (their places), and `differs_at` where it is not lossless.
+    """
+    from .decode import decode
+
+    done, ties = 0, []
+    while plain[done:] != drafted[done:]:
+        pairs = zip(plain, drafted, strict=False)
+        place = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        if place is None or not _is_tie(model, ids + plain[:place], plain[place], drafted[place]):
+            return {"lossless": False, "ties": ties, "differs_at": done if place is None else place}
+        ties.append(place)
+        done = place + 1
+        left = len(drafted) - done
+        plain = drafted[:done] + (decode(model, ids + drafted[:done], left, stop=stop).tokens if left else [])
+    return {"lossless": True, "ties": ties}
+
+
+def _is_tie(model, context: list[int], one: int, other: int) -> bool:
+    """Whether two tokens' logits after a context differ by no more than rounding in the build's dtype."""
+    import mlx.core as mx
+
+    logits = model(mx.array([context]))[0, -1]
+    a, b = (logits[t].astype(mx.float32).item() for t in (one, other))
+    return abs(a - b) <= max(1e-4, 4 * mx.finfo(logits.dtype).eps * max(abs(a), abs(b)))
 
 
 def _added(runs: list, strict: bool = True) -> dict:

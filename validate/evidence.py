@@ -1,0 +1,142 @@
+"""The evidence that goes into a build: validation.json and validation.png.
+
+`validation.json`, format 1: `plan_hash` of the build it speaks of, `verify` (see `Verification.as_dict`), `smoke`
+(see `smoke.smoke`), `heads` (see `heads.compare_heads`), each null until it was measured, and `passed`, true when
+what was measured passed and the contents were verified whole.
+"""
+
+import json
+from pathlib import Path
+
+from ..convert.checkpoint import read_json
+from ..convert.repo import PROVENANCE
+from ..convert.shards import as_json, write_file
+from ..quantize.errors import SourceError
+from .inspect import inspect_repo
+
+EVIDENCE, PICTURE = "validation.json", "validation.png"
+FORMAT = 1
+PARTS = ("verify", "smoke", "heads")
+
+
+def record(out: Path, part: str, result: object) -> dict:
+    """Puts one part's result into the build's evidence, and draws the picture again.
+
+    Evidence of another plan is not kept.
+
+    Args:
+        part: one of PARTS.
+        result: JSON.
+    Returns:
+        The evidence as it now is.
+    Raises:
+        SourceError: `out` is not a build. OutputError: it can't be written.
+    """
+    plan_hash = read_json(out / PROVENANCE)[0].get("plan_hash")
+    evidence = {"format": FORMAT, "plan_hash": plan_hash, **dict.fromkeys(PARTS)}
+    if (out / EVIDENCE).exists():
+        try:
+            old = read_json(out / EVIDENCE)[0]
+        except SourceError:
+            old = {}  # what is not readable proves nothing
+        if old.get("format") == FORMAT and old.get("plan_hash") == plan_hash:
+            evidence |= {k: old.get(k) for k in PARTS}
+    evidence[part] = result
+    verified, smoked = evidence["verify"], evidence["smoke"]
+    whole = bool(verified and verified["passed"] and verified["sampled"] == 1)
+    evidence["passed"] = whole and (smoked is None or smoked["passed"])
+    write_file(out / EVIDENCE, as_json(evidence))
+    draw(out, evidence)
+    return evidence
+
+
+def draw(out: Path, evidence: dict) -> None:
+    """`validation.png`: error by layer and family, acceptance with its intervals, size by family."""
+    import io
+
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib.figure import Figure
+
+    found = inspect_repo(out)
+    figure = Figure(figsize=(13, 4.2), layout="constrained")
+    error, acceptance, size = figure.subplots(1, 3)
+    _draw_error(error, evidence["verify"])
+    _draw_acceptance(acceptance, evidence)
+    _draw_size(size, found)
+    state = "passed" if evidence["passed"] else "NOT passed"
+    figure.suptitle(f"{found['folder']}: {found['bits_per_weight']:.3f} bits per weight, validation {state}")
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=110, metadata={"Software": None})
+    write_file(out / PICTURE, buffer.getvalue())
+
+
+def _nothing(axes, text: str) -> None:
+    axes.text(0.5, 0.5, text, ha="center", va="center", transform=axes.transAxes)
+    axes.set_xticks([])
+    axes.set_yticks([])
+
+
+def _draw_error(axes, verified: dict | None) -> None:
+    axes.set_title("Signal-to-noise ratio of the weights")
+    if verified is None:
+        _nothing(axes, "not verified")
+        return
+    families: dict[str, list] = {}
+    for row in verified["layers"]:
+        if row["snr_db"] is not None and row["layer"] is not None:
+            families.setdefault(row["family"], []).append((row["layer"], row["snr_db"]))
+    for family, points in families.items():
+        axes.plot(*zip(*points, strict=True), marker=".", label=family)
+    for row in verified["families"]:
+        if row["snr_db"] is not None and row["family"] not in families:
+            axes.axhline(row["snr_db"], linestyle=":", linewidth=1, color="grey")
+            axes.annotate(row["family"], (0, row["snr_db"]), fontsize=7, va="bottom")
+    if not axes.has_data():
+        _nothing(axes, "every bit is the source's")
+        return
+    axes.set_xlabel("layer")
+    axes.set_ylabel("dB")
+    if families:
+        axes.legend(fontsize=7)
+
+
+def _draw_acceptance(axes, evidence: dict) -> None:
+    axes.set_title("MTP drafts accepted, 95 % interval")
+    smoked, heads = evidence["smoke"], evidence["heads"]
+    points = []
+    if smoked:
+        for kind in ("greedy", "sampled"):
+            points += [(f"{p['name']} ({kind})", p[kind]) for p in smoked["prompts"] if p[kind]["drafted"]]
+            points.append((f"all ({kind})", smoked[kind]))
+    points += [(f"head {row['policy']}", row) for row in heads or []]
+    if not points:
+        _nothing(axes, "not measured")
+        return
+    for y, (_, row) in enumerate(points):
+        low, high = row["interval"]
+        rate = row["acceptance"]
+        axes.errorbar(rate, y, xerr=[[max(rate - low, 0)], [max(high - rate, 0)]], fmt="o", color="tab:blue", capsize=3)
+    axes.set_yticks(range(len(points)), [label for label, _ in points], fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1)
+    if smoked and smoked["min_acceptance"] is not None:
+        axes.axvline(smoked["min_acceptance"], color="tab:red", linestyle="--", linewidth=1)
+
+
+def _draw_size(axes, found: dict) -> None:
+    axes.set_title("Size by family")
+    rows = found["families"]
+    unit, name = (1e9, "GB") if found["total_bytes"] > 2e9 else (1e6, "MB")
+    bars = axes.barh([r["family"] for r in rows], [r["bytes"] / unit for r in rows], color="tab:green")
+    axes.bar_label(bars, [f"{r['bits_per_weight']:.2f} bits" for r in rows], fontsize=7, padding=2)
+    axes.invert_yaxis()
+    axes.margins(x=0.25)
+    axes.set_xlabel(name)
+
+
+def read_evidence(out: Path) -> dict | None:
+    """The build's evidence, or None if there is none."""
+    path = out / EVIDENCE
+    return json.loads(path.read_bytes()) if path.exists() else None
