@@ -47,20 +47,27 @@ class Rule:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A named build: rules for the body's projections and a policy for the MTP head."""
+    """A named build: rules for the body's projections and a policy for the MTP head.
+
+    Args:
+        file: the name that messages give it.
+        min_acceptance: drafts that smoke must see accepted, per draft; None for no such gate.
+    """
 
     name: str
     description: str
     mtp: str
     rules: tuple[Rule, ...]
     file: str
+    min_acceptance: float | None = None
 
     def as_dict(self) -> dict:
-        """All that decides the output, for provenance and for the plan's hash."""
+        """The whole recipe, for provenance and for the plan's hash."""
         return {
             "name": self.name,
             "description": self.description,
             "mtp": self.mtp,
+            "min_acceptance": self.min_acceptance,
             "rules": [r.as_dict() for r in self.rules],
         }
 

@@ -57,12 +57,14 @@ class Group(click.Group):
 @out_option
 @click.option("--prompt", help="Text that the finished build continues.")
 @click.option("--max-tokens", type=click.IntRange(1), default=64, show_default=True, help="Tokens of that text.")
+@click.option("--no-verify", is_flag=True, help="Leave out the check of every group against the source.")
 @click.version_option(package_name="motif-convert", message="%(prog)s %(version)s")
 @click.pass_context
-def cli(ctx, source, bits, recipe, mtp, keep_mtp_fp16, experts, out, prompt, max_tokens):
+def cli(ctx, source, bits, recipe, mtp, keep_mtp_fp16, experts, out, prompt, max_tokens, no_verify):
     """Quantized MLX builds of Motif-3.
 
-    Without a command: plan, convert, and a short generation with the result.
+    Without a command: plan, convert, a short generation with the result, verify, smoke, and a table that says
+    whether to ship.
     """
     if ctx.invoked_subcommand:
         given = [p for p in ctx.params if ctx.get_parameter_source(p) is click.core.ParameterSource.COMMANDLINE]
@@ -73,10 +75,20 @@ def cli(ctx, source, bits, recipe, mtp, keep_mtp_fp16, experts, out, prompt, max
     from ..validate.generate import PROMPT, why_not
 
     job, out = _convert(source, bits, recipe, mtp, keep_mtp_fp16, experts, out)
-    if reason := why_not(out, job.plan.total_bytes):
+    reason = why_not(out, job.plan.total_bytes)
+    if reason:
         _say(f"No text generated: {reason}.")
-        return
-    _generate(out, PROMPT if prompt is None else prompt, max_tokens)
+    else:
+        _generate(out, PROMPT if prompt is None else prompt, max_tokens)
+    evidence = None
+    if not no_verify:
+        evidence = _verify(out, job.checkpoint, None, None)
+    if not reason and job.plan.has_mtp:
+        evidence = _smoke(out, job.plan.recipe.min_acceptance)
+    if evidence is not None:
+        _show_evidence(out, evidence)
+        if not evidence["passed"] and not no_verify:
+            ctx.exit(1)
 
 
 @cli.command()
@@ -113,6 +125,89 @@ def inspect(folder, as_json):
     click.echo(json.dumps(found, indent=1) if as_json else build_text(found))
 
 
+@cli.command()
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--source", metavar="REPO|DIR|demo", help="What DIR was made from.  [default: what it names]")
+@click.option("--sample", type=click.FloatRange(0, 1, min_open=True), help="Fraction to compare, for a quick look.")
+@click.option("--workers", type=click.IntRange(1), help="Processes.  [default: one a processor]")
+@click.option("--json", "as_json", is_flag=True, help="The findings as JSON.")
+@click.pass_context
+def verify(ctx, folder, source, sample, workers, as_json):
+    """Check every group of a build against its source; record it in validation.json."""
+    from .pipeline import open_source, source_of
+
+    checkpoint = open_source(source or source_of(folder))[1]
+    found = _verify(folder, checkpoint, sample, workers, quiet=as_json)["verify"]
+    if as_json:
+        click.echo(json.dumps(found, indent=1))
+    if not found["passed"]:
+        ctx.exit(1)
+
+
+@cli.command()
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--tokens", type=click.IntRange(2), default=128, show_default=True, help="Tokens for each prompt.")
+@click.option("--drafts", type=click.IntRange(1, 8), default=1, show_default=True, help="Chained drafts a step.")
+@click.option("--temperature", type=click.FloatRange(0, min_open=True), default=0.8, show_default=True)
+@click.option("--prompts", type=click.Path(path_type=Path), help="JSON lines: prompt, optional name, optional raw.")
+@click.option("--text", type=click.Path(path_type=Path), help="Text for the teacher-forced count.")
+@click.option("--dtype", type=click.Choice(["float32"]), help="Upcast all floats, for exact comparisons.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the sampling.")
+@click.option("--min-acceptance", type=click.FloatRange(0, 1), help="Fail below it.  [default: the recipe's]")
+@click.option("--compare-mtp", metavar="LIST", help="Policies to compare on one body, such as fp16,bf16,8,4.5.")
+@click.option("--source", metavar="REPO|DIR|demo", help="For --compare-mtp.  [default: what DIR names]")
+@click.option("--json", "as_json", is_flag=True, help="The result as JSON.")
+@click.pass_context
+def smoke(ctx, folder, as_json, **options):
+    """Measure what the MTP head is worth, on this machine; record it in validation.json."""
+    from .show import heads_text
+
+    minimum = options.pop("min_acceptance")
+    evidence = _smoke(folder, minimum, quiet=as_json, **options)
+    result = evidence["smoke"]
+    if as_json:
+        click.echo(json.dumps(result | ({"heads": evidence["heads"]} if options["compare_mtp"] else {}), indent=1))
+    elif options["compare_mtp"]:
+        click.echo(heads_text(evidence["heads"]))
+    if not result["passed"]:
+        ctx.exit(1)
+
+
+def _verify(folder: Path, checkpoint, sample: float | None, workers: int | None, quiet: bool = False) -> dict:
+    from ..validate.evidence import record
+    from ..validate.verify import verify_repo
+    from .progress import Progress
+    from .show import verification_text
+
+    progress = Progress(sum(t.nbytes for t in checkpoint.tensors.values()), "verify")
+    try:
+        found = verify_repo(folder, checkpoint, sample, workers, lambda n: progress(n, "verify"))
+    finally:
+        progress.close()
+    if not quiet:
+        click.echo(verification_text(found))
+    return record(folder, "verify", found.as_dict())
+
+
+def _smoke(folder: Path, minimum: float | None, quiet: bool = False, **options) -> dict:
+    from .pipeline import smoke as run
+    from .show import smoke_text
+
+    evidence = run(folder, minimum, _say, **options)
+    if not quiet:
+        click.echo(smoke_text(evidence["smoke"]))
+    return evidence
+
+
+def _show_evidence(out: Path, evidence: dict) -> None:
+    from ..validate.evidence import EVIDENCE, PICTURE
+    from ..validate.inspect import inspect_repo
+    from .show import evidence_rows, text_table
+
+    click.echo(text_table(evidence_rows(inspect_repo(out), evidence)))
+    _say(f"Evidence: {out / EVIDENCE} and {out / PICTURE}")
+
+
 def _convert(source, bits, recipe, mtp, keep_mtp_fp16, experts, out):
     from . import pipeline
     from .progress import Progress
@@ -123,7 +218,7 @@ def _convert(source, bits, recipe, mtp, keep_mtp_fp16, experts, out):
     pipeline.check_unused(out)
     job = pipeline.prepare(source, recipe, mtp, experts)
     _show_plan(job, _say)
-    progress = Progress(job.source_bytes)
+    progress = Progress(job.source_bytes, "convert")
     try:
         losses = pipeline.convert(job, out, progress)
     except KeyboardInterrupt:
@@ -186,7 +281,7 @@ def main() -> None:
     from ..quantize.errors import MotifConvertError
 
     try:
-        cli.main(prog_name="motif-convert", standalone_mode=False)
+        code = cli.main(prog_name="motif-convert", standalone_mode=False)
     except click.ClickException as e:
         e.show()
         sys.exit(2)
@@ -201,3 +296,4 @@ def main() -> None:
     except OSError as e:
         _say(f"motif-convert: error: {e.filename or ''}: {e.strerror or e}".replace(": :", ":"))
         sys.exit(2)
+    sys.exit(code if isinstance(code, int) else 0)

@@ -5,19 +5,20 @@ from dataclasses import dataclass
 from importlib.resources import as_file, files
 from pathlib import Path
 
-from ..convert.checkpoint import Checkpoint, open_checkpoint
+from ..convert.checkpoint import Checkpoint, open_checkpoint, read_json
 from ..convert.hub import Source, find_source
 from ..convert.journal import check_unused
 from ..convert.losses import Losses
 from ..convert.plan import Plan
 from ..convert.planner import make_plan
-from ..convert.repo import write_repo
+from ..convert.repo import PROVENANCE, write_repo
+from ..quantize.errors import RecipeError, SourceError
+from ..quantize.policy import MTP_POLICIES
 from .card import make_card
 from .recipe import load_recipe
 
 DEFAULT_SOURCE = "Motif-Technologies/Motif-3"
 DEMO = "demo"
-STAGES = ("plan", "convert", "generate")  # to come: verify and smoke after convert, then upload
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,29 @@ def prepare(source: str, recipe: str, mtp: str | None, experts: str | None = Non
         SourceError, RecipeError.
     """
     rules = load_recipe(recipe)
-    found = _demo() if source == DEMO else find_source(source)
-    checkpoint = open_checkpoint(found.folder)
+    found, checkpoint = open_source(source)
     return Job(found, checkpoint, make_plan(checkpoint, rules, mtp, experts == "affine"))
+
+
+def open_source(source: str) -> tuple[Source, Checkpoint]:
+    """Finds a source and opens it, headers only. Raises SourceError."""
+    found = _demo() if source == DEMO else find_source(source)
+    return found, open_checkpoint(found.folder)
+
+
+def source_of(folder: Path) -> str:
+    """The source that a build's motif-convert.json names, as --source takes it.
+
+    Raises:
+        SourceError: it names none that can be found from here.
+    """
+    made = read_json(folder / PROVENANCE)[0]
+    name = made.get("source", {}).get("id") if isinstance(made.get("source"), dict) else None
+    if name == _demo().id:
+        return DEMO
+    if isinstance(name, str) and "/" in name:
+        return name
+    raise SourceError(f"{folder}: made from the folder {name}; give it with --source")
 
 
 def _demo() -> Source:
@@ -73,6 +94,58 @@ def convert(job: Job, out: Path, progress: Callable[[int, str], None]) -> Losses
         lambda losses: make_card(job.plan, job.source, job.checkpoint, losses),
         progress,
     )
+
+
+def smoke(
+    folder: Path,
+    minimum: float | None,
+    say: Callable[[str], None],
+    tokens: int = 128,
+    drafts: int = 1,
+    temperature: float = 0.8,
+    prompts: Path | None = None,
+    text: Path | None = None,
+    dtype: str | None = None,
+    seed: int = 0,
+    compare_mtp: str | None = None,
+    source: str | None = None,
+) -> dict:
+    """Decodes with a build on this machine's default device and records what that shows.
+
+    Args:
+        minimum: acceptance to fail below; None for the recipe's.
+        compare_mtp: MTP policies, separated by commas, to compare on the build's body.
+    Returns:
+        The build's evidence.
+    """
+    from ..validate.evidence import record
+    from ..validate.provenance import read_provenance
+    from ..validate.smoke import load_build, read_prompts, read_text
+    from ..validate.smoke import smoke as run
+
+    recipe = read_provenance(folder).recipe
+    minimum = recipe.min_acceptance if minimum is None else minimum
+    asked, corpus = read_prompts(prompts), read_text(text)
+    policies = _policies(compare_mtp)
+    checkpoint = open_source(source or source_of(folder))[1] if policies else None
+    build = load_build(folder, dtype)
+    result = run(build, asked, corpus, tokens, drafts, temperature, minimum, seed, say)
+    evidence = record(folder, "smoke", result)
+    if policies:
+        from ..validate.heads import compare_heads
+
+        plans = {policy: make_plan(checkpoint, recipe, policy) for policy in policies}
+        rows = compare_heads(build, plans, checkpoint, asked, corpus, tokens, drafts, temperature, say)
+        evidence = record(folder, "heads", rows)
+    return evidence
+
+
+def _policies(listed: str | None) -> list[str]:
+    known = [p for p in MTP_POLICIES if p != "drop"]
+    policies = [] if listed is None else [p.strip() for p in listed.split(",")]
+    if wrong := [p for p in policies if p not in known]:
+        raise RecipeError(f"--compare-mtp: {wrong[0]!r} is not one of {', '.join(known)}")
+    return list(dict.fromkeys(policies))
 
 
 __all__ = ["DEFAULT_SOURCE", "Job", "check_unused", "convert", "default_out", "prepare"]

@@ -11,16 +11,17 @@ class Progress:
 
     Args:
         total: bytes of source in all.
+        stage: the word before the bar.
     """
 
-    def __init__(self, total: int):
+    def __init__(self, total: int, stage: str):
         self.total, self.done, self.label = total, 0, ""
         self.started = time.monotonic()
         self.bar = None
         if sys.stderr.isatty():
             from tqdm import tqdm
 
-            self.bar = tqdm(total=total, unit="B", unit_scale=True, desc="convert", dynamic_ncols=True)
+            self.bar = tqdm(total=total, unit="B", unit_scale=True, desc=stage, dynamic_ncols=True)
 
     def __call__(self, count: int, label: str) -> None:
         self.done += count

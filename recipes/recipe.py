@@ -12,7 +12,7 @@ from ..quantize.precision import UNPACKED, Float, Precision, Quantized
 BITS = {"4.5": "4.5bit", "8": "8bit"}  # what --bits chooses
 KEPT_DTYPES = {"source": None, "float": UNPACKED, "bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 RULE_KEYS = {"match", "mode", "bits", "group_size", "dtype", "optional"}
-RECIPE_KEYS = {"name", "description", "mtp", "rules"}
+RECIPE_KEYS = {"name", "description", "mtp", "min_acceptance", "rules"}
 MAX_RECIPE_BYTES = 1 << 20
 
 
@@ -78,7 +78,19 @@ def parse_recipe(text: str, file: str) -> Recipe:
         mtp=mtp,
         rules=tuple(_rule(node, file) for node in top["rules"].value),
         file=file,
+        min_acceptance=_share(top["min_acceptance"], file) if "min_acceptance" in top else None,
     )
+
+
+def _share(node: yaml.Node, file: str) -> float:
+    text = _scalar(node, file, "min_acceptance")
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise _error(file, node, f"min_acceptance {text[:50]!r} is not a share from 0 to 1")
+    return value
 
 
 def _rule(node: yaml.Node, file: str) -> Rule:

@@ -130,3 +130,134 @@ def build_text(found: dict) -> str:
             f"Plan: {made['plan_hash']}",
         ]
     return "\n".join(lines)
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f} %"
+
+
+def verification_text(found) -> str:
+    """A `Verification` as a table, its problems and its worst offenders."""
+    rows = [("weights", "compared", "groups differ", "worst step", "SNR", "precision")]
+    for f in found.families:
+        rows.append(
+            (
+                f.family,
+                f"{f.compared:,}",
+                f"{f.differing:,}",
+                "-" if f.worst_steps is None else f"{f.worst_steps:.3f}",
+                "-" if f.snr_db is None else f"{f.snr_db:.1f} dB",
+                "; ".join(f.precisions),
+            )
+        )
+    lines = [text_table(rows), ""]
+    lines += [f"PROBLEM: {p}" for p in found.problems]
+    lines += [f"DIFFERS: {o}" for o in found.offenders[:20]]
+    if found.offenders_total > 20:
+        lines.append(f"and {found.offenders_total - 20} more tensors or experts that differ")
+    share = "every weight" if found.sampled == 1 else f"{_percent(found.sampled)} of the weights"
+    lines.append(f"{'Verified' if found.passed else 'NOT verified'}: {share} compared, {found.hashed} files hashed.")
+    return "\n".join(lines)
+
+
+def smoke_text(result: dict) -> str:
+    """What `smoke` found, as a page of text."""
+    rows = [("prompt", "drafted", "accepted", "acceptance", "95 % interval", "tokens/step", "4-grams", "lossless")]
+    for kind in ("greedy", "sampled"):
+        for p in result["prompts"]:
+            rows.append(_draft_row(f"{p['name']} ({kind})", p[kind], p if kind == "greedy" else None))
+        rows.append(_draft_row(f"all ({kind})", result[kind], None))
+    forced, speed, greedy = result["forced"], result["speed"], result["greedy"]
+    lines = [
+        text_table(rows),
+        "",
+        f"Device: {result['device']}, {result['dtype']}, {result['drafts']} draft(s) a step, "
+        f"temperature {result['temperature']}",
+        f"Acceptance is accepted / drafted = {greedy['accepted']} / {greedy['drafted']} = "
+        f"{_percent(greedy['acceptance'])}; of the emitted tokens {_percent(greedy['draft_share'])} were drafts, which is another number.",
+        f"Teacher-forced: agreement {forced['agreement']:.4f}, expected acceptance {forced['expected_acceptance']:.4f} "
+        f"over {forced['positions']:,} positions",
+        f"Speed: {speed['plain_tokens_per_second']:.1f} tokens/s without drafts, "
+        f"{speed['drafting_tokens_per_second']:.1f} with: {speed['speed_up']:.2f} times, "
+        f"{speed['at_best']:.2f} at best with this acceptance",
+        f"One token in: {result['first_token']['entropy_bits']:.1f} bits of entropy, "
+        f"{result['first_token']['uniform_bits']:.1f} would be noise",
+    ]
+    lines += [f"FAILED: {f}" for f in result["failures"]]
+    lines.append("Passed." if result["passed"] else "NOT passed.")
+    return "\n".join(lines)
+
+
+def _draft_row(name: str, rates: dict, lossless: dict | None) -> tuple[str, ...]:
+    if not rates["drafted"]:
+        return (name, "0", "0", "-", "-", "-", "-", "-")
+    low, high = rates["interval"]
+    text = rates.get("text", {}).get("distinct_4grams")
+    return (
+        name,
+        str(rates["drafted"]),
+        str(rates["accepted"]),
+        _percent(rates["acceptance"]),
+        f"{100 * low:.0f} to {100 * high:.0f} %",
+        f"{rates['tokens_per_step']:.2f}",
+        _percent(text),
+        "-" if lossless is None else ("yes" if lossless["lossless"] else "NO"),
+    )
+
+
+def heads_text(rows: list[dict]) -> str:
+    """`compare_heads` as a table, and which differences are real."""
+    table = [("head", "bytes", "acceptance", "95 % interval", "forced", "expected", "tokens/s")]
+    lines = []
+    for r in rows:
+        low, high = r["interval"]
+        table.append(
+            (
+                r["policy"],
+                human_bytes(r["bytes"]),
+                _percent(r["acceptance"]),
+                f"{100 * low:.0f} to {100 * high:.0f} %",
+                f"{r['forced']['agreement']:.4f}",
+                f"{r['forced']['expected_acceptance']:.4f}",
+                f"{r['tokens_per_second']:.1f}",
+            )
+        )
+        for other, d in r["against"].items():
+            word = "real" if d["real"] else "not told from chance"
+            low, high = d["interval"]
+            lines.append(
+                f"{r['policy']} against {other}: agreement {d['agreement']:+.4f} ({low:+.4f} to {high:+.4f}), {word}"
+            )
+    return "\n".join([text_table(table), "", *lines])
+
+
+def evidence_rows(found: dict, evidence: dict) -> list[tuple[str, str]]:
+    """Ten lines that say whether to ship."""
+    verified, smoked = evidence["verify"], evidence["smoke"]
+    rows = [
+        ("build", found["folder"]),
+        ("size", f"{human_bytes(found['total_bytes'])}, {found['bits_per_weight']:.3f} bits per weight"),
+        ("MTP head", found["mtp"]["policy"] or ("kept" if found["mtp"]["present"] else "none")),
+    ]
+    if verified is None:
+        rows.append(("contents", "not verified"))
+    else:
+        worst = [f["worst_steps"] for f in verified["families"] if f["worst_steps"] is not None]
+        state = "equal the source's, group by group" if verified["passed"] else "DIFFER"
+        rows += [
+            ("contents", f"{state} ({_percent(verified['sampled'])} compared)"),
+            ("problems", str(len(verified["problems"]) + verified["offenders_total"])),
+            ("worst rounding", f"{max(worst):.3f} steps" if worst else "none"),
+        ]
+    if smoked is None:
+        rows.append(("drafting", "not measured"))
+    else:
+        greedy, speed = smoked["greedy"], smoked["speed"]
+        low, high = greedy["interval"]
+        rows += [
+            ("acceptance", f"{_percent(greedy['acceptance'])} per draft ({100 * low:.0f} to {100 * high:.0f} %)"),
+            ("lossless", "yes" if smoked["lossless"] else "NO"),
+            ("speed-up", f"{speed['speed_up']:.2f} times on {smoked['device']}"),
+        ]
+    rows.append(("ship", "yes" if evidence["passed"] else "NO"))
+    return rows

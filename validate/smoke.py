@@ -106,6 +106,14 @@ def read_prompts(path: Path | None) -> list[Prompt]:
     return prompts
 
 
+def read_text(path: Path | None) -> str:
+    """A text for the teacher-forced count; the shipped one for None. Raises SourceError."""
+    try:
+        return (files(__package__) / "text.txt" if path is None else path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise SourceError(f"{path}: can't be read: {e}") from None
+
+
 def smoke(
     build: Build,
     prompts: list[Prompt],
