@@ -146,7 +146,7 @@ def verify(ctx, folder, source, sample, workers, as_json):
 
 @cli.command()
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
-@click.option("--tokens", type=click.IntRange(2), default=128, show_default=True, help="Tokens for each prompt.")
+@click.option("--tokens", type=click.IntRange(2), default=64, show_default=True, help="Tokens for each prompt.")
 @click.option("--drafts", type=click.IntRange(1, 8), default=1, show_default=True, help="Chained drafts a step.")
 @click.option("--temperature", type=click.FloatRange(0, min_open=True), default=0.8, show_default=True)
 @click.option("--prompts", type=click.Path(path_type=Path), help="JSON lines: prompt, optional name, optional raw.")

@@ -100,7 +100,7 @@ def smoke(
     folder: Path,
     minimum: float | None,
     say: Callable[[str], None],
-    tokens: int = 128,
+    tokens: int = 64,
     drafts: int = 1,
     temperature: float = 0.8,
     prompts: Path | None = None,

@@ -10,7 +10,7 @@ from ..quantize.errors import OutputError, SourceError
 from .statistics import drafting, text_health
 
 TEMPERATURE = 0.8
-TOKENS = 128
+TOKENS = 64
 MAX_PROMPT_BYTES = 16 << 20
 SCHEMA = 1
 
