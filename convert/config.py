@@ -13,7 +13,10 @@ TORCH_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 # Keys that are true of the source and not of what we write: another quantization scheme, code that
 # is not in the repository, a folder of the machine that saved it.
-MISLEADING = ("quantization", "quantization_config", "auto_map", "_name_or_path", "model_file")
+MISLEADING = (
+    "quantization", "quantization_config", "auto_map", "_name_or_path", "model_file", "mtp_dtype", "mtp_compute_dtype",
+    "experts_from",
+)  # fmt: skip
 
 SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",

@@ -5,7 +5,10 @@ from pathlib import Path
 
 from ..quantize.errors import SourceError
 
-SOURCE_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken", "LICENSE*", "NOTICE*")
+SOURCE_FILES = (
+    "*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken", "LICENSE*", "LICENCE*", "NOTICE*",
+    "README.md",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,13 @@ def find_source(source: str) -> Source:
     if not _is_repo_id(source):
         raise SourceError(f"{source}: no such folder, and not a Hub repo id such as owner/name")
     return _cached(source)
+
+
+def source_name(source: str) -> str:
+    """The name that builds of a source carry: a folder's, or a repository's without its owner."""
+    folder = Path(source).resolve()
+    cached = _in_cache(folder)
+    return cached.name if cached else folder.name
 
 
 def _in_cache(folder: Path) -> Source | None:

@@ -1,6 +1,10 @@
 """The state of an unfinished run: what it makes, and which shards are done."""
 
+import fcntl
 import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -38,7 +42,7 @@ class Journal:
 
 
 def open_journal(out: Path, plan: Plan, version: str) -> Journal:
-    """The journal of a new run, or of an interrupted run of the same plan.
+    """The journal, in a folder that `sole_run` holds, of a new run, or of an interrupted run of the same plan.
 
     Raises:
         OutputError: the folder is in use for something else, or for another plan.
@@ -46,10 +50,6 @@ def open_journal(out: Path, plan: Plan, version: str) -> Journal:
     fresh = Journal(out / JOURNAL, plan.plan_hash, version, plan.recipe.name, plan.mtp)
     if not fresh.path.exists():
         check_unused(out)
-        try:
-            out.mkdir(parents=True, exist_ok=True)
-        except OSError as e:
-            raise OutputError(f"{out}: could not be made: {e.strerror}") from None
         fresh.save()
         return fresh
     try:
@@ -65,6 +65,31 @@ def open_journal(out: Path, plan: Plan, version: str) -> Journal:
     return fresh
 
 
+@contextmanager
+def sole_run(out: Path) -> Iterator[None]:
+    """Makes the folder, and keeps other runs out of it until the block ends or the process dies.
+
+    Raises:
+        OutputError: the folder can't be made, or another run is at work in it.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        fd = os.open(out, os.O_RDONLY)
+    except OSError as e:
+        raise OutputError(f"{out}: could not be made: {e.strerror}") from None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise OutputError(f"{out}: another run is writing into it; wait for it, or choose another --out") from None
+    except OSError:
+        pass  # a file system without locks
+    try:
+        yield
+    finally:
+        os.close(fd)
+
+
 def check_unused(out: Path) -> None:
     """Refuses a folder with anything in it, unless an interrupted run left it.
 
@@ -75,5 +100,6 @@ def check_unused(out: Path) -> None:
         raise OutputError(f"{out}: a link to nothing; choose another --out")
     if out.exists() and not out.is_dir():
         raise OutputError(f"{out}: exists and is not a folder; choose another --out")
-    if out.is_dir() and not (out / JOURNAL).exists() and any(out.iterdir()):
+    begun = {JOURNAL, f".{JOURNAL}.partial"}  # the second alone: killed before the first was there
+    if out.is_dir() and not (out / JOURNAL).exists() and any(p.name not in begun for p in out.iterdir()):
         raise OutputError(f"{out}: is not empty, and nothing in it is overwritten; choose another --out")

@@ -11,7 +11,7 @@ from ..quantize.errors import OutputError, SourceError
 from .checkpoint import INDEX, Checkpoint, read_whole
 from .config import MODEL_FILE, built_config
 from .hub import Source
-from .journal import open_journal
+from .journal import check_unused, open_journal, sole_run
 from .losses import Losses, measure_losses
 from .nvfp4 import check_expert_scales
 from .plan import Plan
@@ -53,30 +53,33 @@ def write_repo(
     check_expert_scales(checkpoint, sorted({m.source for m in plan.modules if m.source_dtype == "NVFP4"}))
     losses = measure_losses(plan, checkpoint)
     copied = {p.name: read_whole(p) for p in _to_copy(checkpoint.folder)}
-    journal = open_journal(out, plan, version("motif-convert"))
-    try:
-        write_shards(plan, checkpoint, journal, progress)
-    except SourceError:
-        if not journal.shards:
-            journal.discard()
-        raise
     contents = copied | {
         MODEL_FILE: (files(__package__) / MODEL_FILE).read_bytes(),
         "README.md": card(losses).encode(),
         INDEX: index_json(plan),
     }
     config = as_json(built_config(checkpoint.config, plan.quantized, plan.dominant, plan.config_keys()))
-    written = journal.shards | {name: write_file(out / name, data) for name, data in contents.items()}
-    written["config.json"] = Written(len(config), hashlib.sha256(config).hexdigest())
-    write_file(out / PROVENANCE, as_json(_provenance(plan, source, losses, written)))
-    write_file(out / "config.json", config)
-    journal.remove()
+    check_unused(out)
+    with sole_run(out):
+        journal = open_journal(out, plan, version("motif-convert"))
+        try:
+            write_shards(plan, checkpoint, journal, progress)
+        except SourceError:
+            if not journal.shards:
+                journal.discard()
+            raise
+        written = journal.shards | {name: write_file(out / name, data) for name, data in contents.items()}
+        written["config.json"] = Written(len(config), hashlib.sha256(config).hexdigest())
+        write_file(out / PROVENANCE, as_json(_provenance(plan, source, losses, written)))
+        write_file(out / "config.json", config)
+        journal.remove()
     return losses
 
 
 def _to_copy(folder: Path) -> list[Path]:
     try:
-        return sorted(p for p in folder.iterdir() if any(fnmatchcase(p.name, pattern) for pattern in COPIED))
+        found = (p for p in folder.iterdir() if any(fnmatchcase(p.name, pattern) for pattern in COPIED))
+        return sorted(p for p in found if not p.is_dir())
     except OSError as e:
         raise OutputError(f"{folder}: could not be read: {e.strerror}") from None
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from ..quantize.errors import OutputError
 from .plan import Module, Plan
@@ -29,20 +30,31 @@ class Written:
 class HashedFile:
     """A file written from front to back, its sha256 computed on the way."""
 
-    def __init__(self, handle):
-        self._handle = handle
+    def __init__(self, handle: BinaryIO, path: Path):
+        self._handle, self._path = handle, path
         self._hash = hashlib.sha256()
         self.size = 0
 
     def write(self, data) -> None:
         """Appends bytes, or a C-contiguous array's bytes."""
         view = memoryview(data).cast("B")
-        self._handle.write(view)
+        with _writing(self._path):
+            self._handle.write(view)
         self._hash.update(view)
         self.size += view.nbytes
 
     def written(self) -> Written:
         return Written(self.size, self._hash.hexdigest())
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Says of a failed write which file it was; the caller's own errors pass it by."""
+    try:
+        yield
+    except OSError as e:
+        hint = "; free some space and run the same command again" if e.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        raise OutputError(f"{path}: could not be written: {e.strerror}{hint}") from e
 
 
 @contextmanager
@@ -56,16 +68,16 @@ def new_file(path: Path) -> Iterator[HashedFile]:
     """
     partial = path.with_name(f".{path.name}.partial")
     try:
-        with partial.open("wb") as handle:
-            yield HashedFile(handle)
-            handle.flush()
-            os.fsync(handle.fileno())
-        os.replace(partial, path)
-        sync_folder(path.parent)
-    except OSError as e:
-        partial.unlink(missing_ok=True)
-        hint = "; free some space and run the same command again" if e.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-        raise OutputError(f"{path}: could not be written: {e.strerror}{hint}") from e
+        with _writing(path):
+            handle = partial.open("wb")
+        with handle:
+            yield HashedFile(handle, path)
+            with _writing(path):
+                handle.flush()
+                os.fsync(handle.fileno())
+        with _writing(path):
+            os.replace(partial, path)
+            sync_folder(path.parent)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise

@@ -1,5 +1,7 @@
 """README.md of a build: the model card, as the Hub reads it."""
 
+import re
+
 import yaml
 
 from ..convert.checkpoint import Checkpoint, read_whole
@@ -10,6 +12,7 @@ from ..quantize.errors import SourceError
 from .show import experts_sentence, family_rows, markdown_table, mtp_sentence
 
 MAX_CARD_BYTES = 4 << 20
+FRONT_MATTER = re.compile(r"\s*---[\r\n]+(.*?)[\r\n]+---(?:[\r\n]|$)", re.DOTALL)  # what the Hub takes for it
 
 
 def source_metadata(checkpoint: Checkpoint) -> dict:
@@ -18,9 +21,8 @@ def source_metadata(checkpoint: Checkpoint) -> dict:
     if not path.is_file():
         return {}
     try:
-        text = read_whole(path, MAX_CARD_BYTES).decode("utf-8")
-        _, front, _ = text.split("---\n", 2) if text.startswith("---\n") else ("", "", "")
-        meta = yaml.safe_load(front)
+        found = FRONT_MATTER.match(read_whole(path, MAX_CARD_BYTES).decode("utf-8"))
+        meta = yaml.safe_load(found[1]) if found else None
     except (SourceError, ValueError, yaml.YAMLError, RecursionError):
         return {}
     return meta if isinstance(meta, dict) else {}

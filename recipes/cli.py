@@ -148,7 +148,9 @@ def verify(ctx, folder, source, sample, workers, as_json):
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
 @click.option("--tokens", type=click.IntRange(2), default=64, show_default=True, help="Tokens for each prompt.")
 @click.option("--drafts", type=click.IntRange(1, 8), default=1, show_default=True, help="Chained drafts a step.")
-@click.option("--temperature", type=click.FloatRange(0, min_open=True), default=0.8, show_default=True)
+@click.option(
+    "--temperature", type=click.FloatRange(0, min_open=True), default=0.8, show_default=True, help="Of the sampled run."
+)
 @click.option("--prompts", type=click.Path(path_type=Path), help="JSON lines: prompt, optional name, optional raw.")
 @click.option("--text", type=click.Path(path_type=Path), help="Text for the teacher-forced count.")
 @click.option("--dtype", type=click.Choice(["float32"]), help="Upcast all floats, for exact comparisons.")
@@ -281,7 +283,12 @@ def main() -> None:
     from ..quantize.errors import MotifConvertError
 
     try:
-        code = cli.main(prog_name="motif-convert", standalone_mode=False)
+        # Not cli.main(): it ends a broken pipe with exit code 1, whatever standalone_mode says.
+        with cli.make_context("motif-convert", sys.argv[1:]) as context:
+            cli.invoke(context)
+        sys.stdout.flush()
+    except click.exceptions.Exit as e:
+        sys.exit(e.exit_code)
     except click.ClickException as e:
         e.show()
         sys.exit(2)
@@ -296,4 +303,3 @@ def main() -> None:
     except OSError as e:
         _say(f"motif-convert: error: {e.filename or ''}: {e.strerror or e}".replace(": :", ":"))
         sys.exit(2)
-    sys.exit(code if isinstance(code, int) else 0)

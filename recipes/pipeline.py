@@ -6,7 +6,7 @@ from importlib.resources import as_file, files
 from pathlib import Path
 
 from ..convert.checkpoint import Checkpoint, open_checkpoint, read_json
-from ..convert.hub import Source, find_source
+from ..convert.hub import Source, find_source, source_name
 from ..convert.journal import check_unused
 from ..convert.losses import Losses
 from ..convert.plan import Plan
@@ -78,7 +78,7 @@ def _demo() -> Source:
 
 def default_out(source: str, recipe: str, mtp: str | None) -> Path:
     """`<source>-mlx-<recipe>`, with the MTP policy where it is not the recipe's own."""
-    name = "demo-motif3" if source == DEMO else Path(source).resolve().name
+    name = _demo().name if source == DEMO else source_name(source)
     rules = load_recipe(recipe)
     suffix = f"-mtp-{mtp}" if mtp not in (None, rules.mtp) else ""
     return Path(f"{name}-mlx-{rules.name}{suffix}")
@@ -86,14 +86,15 @@ def default_out(source: str, recipe: str, mtp: str | None) -> Path:
 
 def convert(job: Job, out: Path, progress: Callable[[int, str], None]) -> Losses:
     """Writes the MLX repository; see `write_repo`."""
-    return write_repo(
-        job.plan,
-        job.checkpoint,
-        job.source,
-        out,
-        lambda losses: make_card(job.plan, job.source, job.checkpoint, losses),
-        progress,
-    )
+    with job.checkpoint as checkpoint:
+        return write_repo(
+            job.plan,
+            checkpoint,
+            job.source,
+            out,
+            lambda losses: make_card(job.plan, job.source, checkpoint, losses),
+            progress,
+        )
 
 
 def smoke(

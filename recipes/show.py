@@ -109,7 +109,7 @@ def build_text(found: dict) -> str:
         for f in found["families"]
     ]
     total = (f"{found['total_parameters']:,}", human_bytes(found["total_bytes"]), f"{found['bits_per_weight']:.3f}")
-    rows.append(("total", *total, f"{found['shards']} shards"))
+    rows.append(("total", *total, f"{found['shards']} shard{'s' if found['shards'] > 1 else ''}"))
     head, made = found["mtp"], found["provenance"]
     lines = [text_table(rows), ""]
     policy = f", policy {head['policy']}" if head["policy"] else ""
@@ -174,7 +174,8 @@ def smoke_text(result: dict) -> str:
         f"Device: {result['device']}, {result['dtype']}, {result['drafts']} draft(s) a step, "
         f"temperature {result['temperature']}",
         f"Acceptance is accepted / drafted = {greedy['accepted']} / {greedy['drafted']} = "
-        f"{_percent(greedy['acceptance'])}; of the emitted tokens {_percent(greedy['draft_share'])} were drafts, which is another number.",
+        f"{_percent(greedy['acceptance'])}; of the emitted tokens {_percent(greedy['draft_share'])} were drafts, "
+        "which is another number.",
         f"Teacher-forced: agreement {forced['agreement']:.4f}, expected acceptance {forced['expected_acceptance']:.4f} "
         f"over {forced['positions']:,} positions",
         f"Speed: {speed['plain_tokens_per_second']:.1f} tokens/s without drafts, "

@@ -9,6 +9,13 @@ from ..convert.names import FAMILIES, entries
 from ..convert.repo import PROVENANCE
 from ..quantize.errors import SourceError
 
+PROVENANCE_KEYS = {
+    "source": {"id", "revision"},
+    "recipe": {"name"},
+    "mtp": {"policy"},
+    "converter": {"name", "version"},
+    "quantizer": {"mlx"},
+}
 PARTS = (".scales", ".biases", ".global_scale")
 
 
@@ -30,7 +37,8 @@ def inspect_repo(folder: Path) -> dict:
     if repo.config.get("model_type") != "Motif" or not isinstance(quantization, dict):
         raise SourceError(f"{folder}: config.json is not that of a Motif-3 in MLX format")
     try:
-        family_of = {target: e.family for e in entries(repo.config) for target in e.targets}
+        whole = repo.config | {"num_nextn_predict_layers": 1}  # a head that config.json denies is to be seen, too
+        family_of = {target: e.family for e in entries(whole) for target in e.targets}
     except (KeyError, TypeError, ValueError) as e:
         raise SourceError(f"{folder}: config.json has no usable {e}") from None
 
@@ -55,7 +63,7 @@ def inspect_repo(folder: Path) -> dict:
     ]
     total_bytes = sum(f["bytes"] for f in families)
     total_parameters = sum(f["parameters"] for f in families)
-    provenance = read_json(folder / PROVENANCE)[0] if (folder / PROVENANCE).exists() else None
+    provenance = _provenance(folder) if (folder / PROVENANCE).exists() else None
     head = table.get("MTP head")
     return {
         "folder": folder.resolve().name,
@@ -73,6 +81,14 @@ def inspect_repo(folder: Path) -> dict:
         "experts_from": repo.config.get("experts_from"),
         "provenance": {k: v for k, v in provenance.items() if k != "files"} if provenance else None,
     }
+
+
+def _provenance(folder: Path) -> dict:
+    found, _ = read_json(folder / PROVENANCE)
+    for part, keys in PROVENANCE_KEYS.items():
+        if not isinstance(found.get(part), dict) or not keys <= found[part].keys():
+            raise SourceError(f"{folder / PROVENANCE}: has no usable `{part}`; restore the file, or remove it")
+    return found
 
 
 def _owner(name: str) -> str:
@@ -93,6 +109,9 @@ def _stored_as(info: TensorInfo, repo: Checkpoint, quantization: dict) -> tuple[
         return prod(info.shape), info.dtype
     how = quantization.get(path, quantization)
     try:
+        if 32 * info.shape[-1] != scales.shape[-1] * how["group_size"] * how["bits"]:
+            stated = f"{how['bits']}-bit with group {how['group_size']}"
+            raise SourceError(f"config.json: {path} is not {stated}, by the shapes of its tensors")
         return prod(scales.shape) * how["group_size"], f"{how['mode']} {how['bits']}-bit, group {how['group_size']}"
     except (KeyError, TypeError):
         raise SourceError(f"config.json: `quantization` does not say how {path} is quantized") from None

@@ -1,0 +1,147 @@
+"""Compares blocks of a build with their source: raw bytes, plain numpy, a few megabytes at a time.
+
+What a block has to be is computed from the source and compared bit for bit. It runs in processes of its own: all that
+goes in and out is small and can be pickled, and each call opens and closes its files.
+"""
+
+import hashlib
+import os
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from ..quantize.errors import SourceError
+from .arithmetic import RAW, Expected, decoded_error, differing, expected, group_size, weights
+from .layout import Block, Comparison, Part
+from .offenders import Offenders, add_offenders, beyond_bound, describe, name_offenders, relative_errors
+
+SLICE = 1 << 16  # weights at a time: what is computed on the way stays in the processor's cache
+
+
+@dataclass
+class Result:
+    """What comparing a block gave: counts, extremes and sums.
+
+    Args:
+        elements, groups, differing: weights, groups of them (or single ones), and groups that differ.
+        steps, share: the worst decoded error of an affine tensor, in steps and as a share of what is allowed.
+        signal, noise: sums of the squares of the weights and of their errors, where something was rounded.
+        source_bytes: read.
+        problem: why the build could not be read.
+    """
+
+    family: str
+    layer: int | None
+    elements: int
+    groups: int
+    differing: int = 0
+    steps: float | None = None
+    share: float | None = None
+    signal: float = 0.0
+    noise: float = 0.0
+    source_bytes: int = 0
+    offenders: Offenders = field(default_factory=dict)
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class Digest:
+    """The hex sha256 of a file, or why it could not be read."""
+
+    file: Path
+    sha256: str | None
+    problem: str | None = None
+
+
+def compare(block: Block) -> Result:
+    """Compares a block with its source.
+
+    Raises:
+        SourceError: the source could not be read. A build that can't be read is a problem of the result.
+    """
+    m = block.module
+    result = Result(m.family, m.layer, block.count * m.width, block.count * (m.width // group_size(m)))
+    try:
+        source = [_read(p, block, m.source_rows, m.first_row) for p in m.sources]
+    except OSError as e:
+        raise SourceError(f"{m.sources[0].file.name}: {m.sources[0].name} could not be read: {e.strerror}") from None
+    try:
+        found = [_read(p, block, m.rows, 0) for p in m.stored]
+    except OSError as e:
+        result.problem = f"{m.stored[0].file.name}: {m.stored[0].name} could not be read: {e.strerror}"
+        return result
+    result.source_bytes = sum(a.nbytes for a in source)
+    rows = max(1, SLICE // m.width)
+    for start in range(0, block.count, rows):
+        part = slice(start, start + rows)
+        _compare_rows(m, block.first + start, [a[part] for a in source], [a[part] for a in found], result)
+    return result
+
+
+def digest(file: Path) -> Digest:
+    """Hashes a file, in chunks."""
+    try:
+        with file.open("rb", buffering=0) as f:
+            return Digest(file, hashlib.file_digest(f, "sha256").hexdigest())
+    except OSError as e:
+        return Digest(file, None, f"{file.name}: could not be read: {e.strerror}")
+
+
+def _read(part: Part, block: Block, rows: int, first_row: int) -> np.ndarray:
+    """The rows of a block: raw [count, row], from matrices of `rows` rows, of which the module's begin at `first_row`;
+    of a tensor with one number an expert, that of each row, [count]. Raises OSError."""
+    m, dtype = block.module, RAW[part.dtype]
+    with part.file.open("rb", buffering=0) as file:
+        if not part.row_bytes:
+            numbers = np.empty(m.matrices, dtype)
+            _fill(file.fileno(), numbers, part.offset)
+            return numbers[np.arange(block.first, block.first + block.count) // m.rows]
+        data = np.empty((block.count, part.row_bytes), np.uint8)
+        done = 0
+        while done < block.count:
+            matrix, row = divmod(block.first + done, m.rows)
+            count = block.count - done if rows == m.rows else min(block.count - done, m.rows - row)
+            at = (matrix * rows + first_row + row) * part.row_bytes
+            _fill(file.fileno(), data[done : done + count], part.offset + at)
+            done += count
+    return data.view(dtype)
+
+
+def _fill(fd: int, data: np.ndarray, offset: int) -> None:
+    view, done = memoryview(data).cast("B"), 0
+    while done < len(view):
+        got = os.preadv(fd, [view[done:]], offset + done)
+        if not got:
+            raise OSError(0, "the file ends early")
+        done += got
+
+
+def _compare_rows(m: Comparison, first: int, source: list, found: list, result: Result) -> None:
+    """Adds rows [first, first + n) of a module to the result; the arrays are those rows."""
+    rows = expected(m, source)
+    masks = differing(m, rows, found)
+    wrong = None if masks is None else _add_differences(m, first, rows, found, masks, result)
+    if rows.exact is None:
+        return
+    error = decoded_error(m, rows, found)
+    result.signal, result.noise = result.signal + error.signal, result.noise + error.noise
+    if error.steps is not None:
+        result.steps, result.share = max(result.steps or 0, error.steps), max(result.share or 0, error.share)
+    if error.shares is not None:
+        beyond = error.shares > 1 if wrong is None else (error.shares > 1) & ~wrong
+        texts = partial(beyond_bound, error.shares)
+        add_offenders(result.offenders, name_offenders(m, m.stored[0], first, beyond, error.shares, texts))
+
+
+def _add_differences(m: Comparison, first: int, rows: Expected, found: list, masks: list, result: Result) -> np.ndarray:
+    """Names what differs; bool [n, groups], the groups that do."""
+    errors = relative_errors(weights(m, rows.stored), weights(m, found), group_size(m))
+    wrong = np.zeros(errors.shape, bool)
+    for part, mask, want, got in zip(m.stored, masks, rows.stored, found, strict=True):
+        wrong |= mask if mask.ndim == 2 else mask[:, None]
+        texts = partial(describe, m, part, want, got)
+        add_offenders(result.offenders, name_offenders(m, part, first, mask, errors, texts))
+    result.differing += int(wrong.sum())
+    return wrong

@@ -1,0 +1,84 @@
+"""Runs small tasks in processes: numpy's threads would wait for each other's turn at the interpreter."""
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+
+from ..quantize.errors import MotifConvertError
+
+Task = tuple[Callable, object]  # a function of a module, and its one argument
+MOST_WORKERS = 8  # enough for a fast disk, and few enough for memory to stay well below 1 GB
+AHEAD = 4  # tasks that wait for each worker
+
+
+def default_workers() -> int:
+    """As many as there are processors for this process, up to MOST_WORKERS."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(count, MOST_WORKERS)
+
+
+@contextmanager
+def results(tasks: Iterable[Task], workers: int) -> Iterator[Iterator[object]]:
+    """What the tasks return, as they end; with one worker, here and in order.
+
+    The workers are spawned, never forked, so that nothing of this process's threads comes along; a script that calls
+    this needs the usual `if __name__ == "__main__":`. They end with the block, and at once if it is left by an
+    exception or if this process is killed.
+
+    Raises:
+        MotifConvertError: a worker was killed. Besides, whatever a task raises.
+    """
+    if workers <= 1:
+        yield (function(argument) for function, argument in tasks)
+        return
+    context = multiprocessing.get_context("spawn")
+    reader, writer = context.Pipe(duplex=False)
+    pool = ProcessPoolExecutor(workers, context, _start, (reader,))
+    try:
+        yield _as_they_end(pool, iter(tasks), AHEAD * workers)
+    except BaseException:
+        writer.close()
+        raise
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+        writer.close()
+        reader.close()
+
+
+def _as_they_end(pool: ProcessPoolExecutor, tasks: Iterator[Task], ahead: int) -> Iterator[object]:
+    pending = set()
+    more = True
+    try:
+        while more or pending:
+            while more and len(pending) < ahead:
+                task = next(tasks, None)
+                more = task is not None
+                if more:
+                    pending.add(pool.submit(*task))
+            if pending:
+                done, pending = wait(pending, return_when=FIRST_COMPLETED)
+                for future in done:
+                    yield future.result()
+    except BrokenProcessPool:
+        raise MotifConvertError(
+            "a worker process was killed, perhaps for want of memory; run again with fewer workers"
+        ) from None
+
+
+def _start(reader: Connection) -> None:
+    """In a worker: leaves Ctrl-C to the parent, and goes when the parent closes its end of the pipe or dies."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_leave_with_parent, args=(reader,), daemon=True).start()
+
+
+def _leave_with_parent(reader: Connection) -> None:
+    try:
+        reader.recv_bytes()
+    except (EOFError, OSError):
+        os._exit(1)
