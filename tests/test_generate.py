@@ -49,7 +49,8 @@ def test_unquantized_experts_generate(built):
 
 
 def test_the_bare_command_says_what_mlx_lm_says(tmp_path):
-    result = motif_convert("--source", DEMO, "--out", tmp_path / "out", "--prompt", PROMPT, "--max-tokens", 24)
+    options = ("--mtp", "drop", "--no-verify", "--prompt", PROMPT, "--max-tokens", 24)
+    result = motif_convert("--source", DEMO, "--out", tmp_path / "out", *options)
     assert result.returncode == 0, result.stderr
     assert result.stdout == PROMPT + generated_by_mlx_lm(tmp_path / "out") + "\n"
 

@@ -114,7 +114,6 @@ def named(result) -> dict[str, set]:
 
 CLEAN = {
     "tiny": (TINY, "--keep-mtp-fp16"),
-    "demo-bf16": (DEMO, "--recipe", "bf16", "--mtp", "4.5"),
     "small": ("small", "--keep-mtp-fp16"),
     "nvfp4": (NVFP4,),
     "nvfp4-8bit": (NVFP4, "--bits", "8"),
@@ -135,10 +134,11 @@ def test_a_clean_build_passes(built, small, name):
     weights = {n: prod(t[1]) * (2 if t[0] == "U8" else 1) for n, t in read_safetensors(source).items()}
     scales = [n for n in weights if n.endswith(("_weight_scale", "_weight_scale_2"))]
     expected = sum(n for name, n in weights.items() if name not in scales)
+    read_once = sum(len(t[2]) for n, t in read_safetensors(source).items() if not n.endswith("_weight_scale_2"))
     assert sum(f.compared for f in result.families) == sum(f.elements for f in result.families) == expected
     assert sum(r.compared for r in result.layers) == expected
     assert result.files == result.hashed == len(json.loads((out / PROVENANCE).read_text())["files"])
-    assert sum(read) >= sum(len(t[2]) for n, t in read_safetensors(source).items() if n not in scales)
+    assert sum(read) == read_once
     for row in result.layers:
         assert row.worst_share is None or 0.3 < row.worst_share <= 1
         assert row.worst_steps is None or 0.4 < row.worst_steps < 2.5
@@ -169,44 +169,76 @@ def test_the_json_is_strict_and_as_documented(built, small):
     assert found["plan_hash"] == made["plan_hash"]
 
 
-def test_noise_and_steps_by_a_second_way(built, small):
-    """Routed experts of layer 1, decoded by mlx, against the source's floats."""
-    result = verify(built(small, "--keep-mtp-fp16"), small)
-    row = next(r for r in result.layers if (r.family, r.layer) == ("routed experts", 1))
-    made = {
-        k: mx.load(str(p))[k] for p in built(small, "--keep-mtp-fp16").glob("*.safetensors") for k in mx.load(str(p))
-    }
-    source = {k: mx.load(str(p))[k] for p in small.glob("*.safetensors") for k in mx.load(str(p))}
-    fused = np.array(source["model.layers.1.moe.experts.gate_up_proj"].astype(mx.float32), np.float64)
-    down = np.array(source["model.layers.1.moe.experts.down_proj"].astype(mx.float32), np.float64)
+def noise_and_steps(made: dict, exact: dict[str, np.ndarray], bits: int) -> tuple[float, float]:
+    """SNR in dB and the worst step of affine modules, decoded by mlx: path -> the source's float32 weights, which
+    BF16 holds once more before they are quantized."""
     signal = noise = worst = 0.0
-    for path, exact in ((GATE, fused[:, :128]), (UP, fused[:, 128:]), (DOWN, down)):
+    for path, weights in exact.items():
         scales, biases = (made[path + s].astype(mx.float32) for s in (".scales", ".biases"))
-        decoded = np.array(mx.dequantize(made[path + ".weight"], scales, biases, 64, 4, stream=mx.cpu), np.float64)
-        error = np.abs(decoded - exact)
-        signal, noise = signal + (exact**2).sum(), noise + (error**2).sum()
-        worst = max(worst, (error / np.abs(np.array(scales)).repeat(64, -1)).max())
-    assert row.snr_db == pytest.approx(10 * np.log10(signal / noise), abs=1e-3)
+        decoded = np.array(mx.dequantize(made[path + ".weight"], scales, biases, 64, bits, stream=mx.cpu), np.float64)
+        signal, noise = signal + (weights.astype("f8") ** 2).sum(), noise + ((decoded - weights) ** 2).sum()
+        rounded = np.array(mx.array(weights).astype(mx.bfloat16).astype(mx.float32))
+        worst = max(worst, (np.abs(decoded - rounded) / np.abs(np.array(scales)).repeat(64, -1)).max())
+    return 10 * np.log10(signal / noise), worst
+
+
+def load(folder: Path) -> dict[str, mx.array]:
+    tensors = {}
+    for path in folder.glob("*.safetensors"):
+        tensors |= mx.load(str(path))
+    return tensors
+
+
+def test_noise_and_steps_by_a_second_way(built, small):
+    out, source = built(small, "--keep-mtp-fp16"), load(small)
+    row = next(r for r in verify(out, small).layers if (r.family, r.layer) == ("routed experts", 1))
+    fused, down = (
+        np.array(source[f"model.layers.1.moe.experts.{name}"].astype(mx.float32))
+        for name in ("gate_up_proj", "down_proj")
+    )
+    snr, worst = noise_and_steps(load(out), {GATE: fused[:, :128], UP: fused[:, 128:], DOWN: down}, 4)
+    assert row.snr_db == pytest.approx(snr, abs=1e-3)
     assert row.worst_steps == pytest.approx(worst, rel=1e-4)
 
 
-def converted(source: Path, mtp: str, out: Path) -> Build:
+def test_noise_of_nvfp4_experts_is_against_their_exact_weights(built):
+    out, source = built(NVFP4, "--bits", "8"), mx.load(str(REFERENCE / "tiny-nvfp4-dequant.safetensors"))
+    row = next(r for r in verify(out, NVFP4).layers if (r.family, r.layer) == ("routed experts", 3))
+    fused, down = (np.array(source[f"model.layers.3.moe.experts.{name}"]) for name in ("gate_up_proj", "down_proj"))
+    base = "model.layers.3.mlp.switch_mlp."
+    exact = {f"{base}gate_proj": fused[:, :64], f"{base}up_proj": fused[:, 64:], f"{base}down_proj": down}
+    snr, worst = noise_and_steps(load(out), exact, 8)
+    assert row.snr_db == pytest.approx(snr, abs=1e-3)
+    assert row.worst_steps == pytest.approx(worst, rel=1e-4)
+
+
+def converted(source: Path, mtp: str, out: Path, recipe: str = "4.5bit") -> Build:
     """A build made in this process."""
-    job = pipeline.prepare(str(source), "4.5bit", mtp)
+    job = pipeline.prepare(str(source), recipe, mtp)
     with job.checkpoint:
         pipeline.convert(job, out, lambda *_: None)
     return Build(out)
 
 
-@pytest.mark.parametrize(("policy", "heads"), [("bf16", 1), ("8", 1), ("4.5", 1), ("drop", 0)])
-def test_every_policy_for_the_head(small, tmp_path, policy, heads):
-    build = converted(small, policy, tmp_path / "out")
-    result = verify(build.folder, small)
+@pytest.mark.parametrize(
+    ("source", "recipe", "policy"),
+    [
+        ("small", "8bit", "bf16"),
+        (TINY, "4.5bit", "8"),
+        (DEMO, "bf16", "4.5"),
+        (TINY, "8bit", "drop"),
+        (DEMO, "8bit", "fp16"),
+    ],
+)
+def test_every_policy_for_the_head(small, tmp_path, source, recipe, policy):
+    source = small if source == "small" else source
+    build = converted(source, policy, tmp_path / "out", recipe)
+    result = verify(build.folder, source)
     assert result.passed, result
-    assert [f.family for f in result.families].count("MTP head") == heads
-    if heads:
+    assert [f.family for f in result.families].count("MTP head") == (policy != "drop")
+    if policy != "drop":
         build["mtp.final_layernorm.weight"][9] ^= 128
-        (found,) = verify(build.seal().folder, small).offenders
+        (found,) = verify(build.seal().folder, source).offenders
         assert (found.tensor, found.row, found.group) == ("mtp.final_layernorm.weight", 0, 4)
 
 
@@ -497,6 +529,10 @@ def test_blocks_and_processes(wide, tmp_path):
         (f"{UP}.weight", 4, 511, 15),
         (f"{DOWN}.biases", 2, 600, 7),
     }
+    build[f"{UP}.weight"][(2 * 512 + 5) * 512 :: 512][:1000] ^= 1  # the first group of 1,000 rows, to expert 3, row 492
+    alone = verify(build.seal().folder, wide, workers=1)
+    assert {o.expert: o.groups for o in alone.offenders if o.tensor == f"{UP}.weight"} == {2: 507, 3: 493, 4: 1}
+    assert sum(f.differing for f in alone.families) == 1003
     together = verify(build.folder, wide, workers=2)
     assert together.as_dict() == alone.as_dict()
 
@@ -577,6 +613,17 @@ def test_a_sample_is_a_sample(spoiled, small):
     assert results[3].sampled == 1.0
     assert named(results[3]) == {name: {1, 3} for name in names}
     assert any("sha256" in p for p in results[3].problems)
+
+
+@pytest.mark.parametrize("options", [(), ("--bits", "8")])
+def test_a_sample_of_nvfp4(copy, options):
+    build = copy(NVFP4, *options)
+    assert verify(build.folder, NVFP4, sample=1e-6).passed
+    if not options:
+        build["model.layers.5.mlp.switch_mlp.down_proj.global_scale"][4 * 7] ^= 1  # of the last of 8 experts
+        (found,) = verify(build.folder, NVFP4, sample=1e-6).offenders
+        assert (found.expert, found.row, found.groups) == (7, None, 1)
+        assert str(found).startswith("model.layers.5.mlp.switch_mlp.down_proj.global_scale, expert 7: expected ")
 
 
 @pytest.mark.parametrize("sample", [0, -0.1, 1.1, float("nan")])

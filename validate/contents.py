@@ -17,7 +17,7 @@ from .arithmetic import RAW, Expected, decoded_error, differing, expected, group
 from .layout import Block, Comparison, Part
 from .offenders import Offenders, add_offenders, beyond_bound, describe, name_offenders, relative_errors
 
-SLICE = 1 << 16  # weights at a time: what is computed on the way stays in the processor's cache
+SLICE = 1 << 17  # weights at a time: what is computed on the way stays in the processor's cache
 
 
 @dataclass
@@ -28,7 +28,7 @@ class Result:
         elements, groups, differing: weights, groups of them (or single ones), and groups that differ.
         steps, share: the worst decoded error of an affine tensor, in steps and as a share of what is allowed.
         signal, noise: sums of the squares of the weights and of their errors, where something was rounded.
-        source_bytes: read.
+        source_bytes: read, less the numbers that experts have.
         problem: why the build could not be read.
     """
 
@@ -72,7 +72,7 @@ def compare(block: Block) -> Result:
     except OSError as e:
         result.problem = f"{m.stored[0].file.name}: {m.stored[0].name} could not be read: {e.strerror}"
         return result
-    result.source_bytes = sum(a.nbytes for a in source)
+    result.source_bytes = sum(a.nbytes for a in source if a.ndim == 2)
     rows = max(1, SLICE // m.width)
     for start in range(0, block.count, rows):
         part = slice(start, start + rows)

@@ -95,6 +95,18 @@ def layer_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def misplaced(module: Module, checkpoint: Checkpoint) -> str | None:
+    """Why a planned module can't be a part of the source that its name means; None if it can."""
+    target = module.stored[0].name
+    source, _, parts = source_name(target)
+    if source not in checkpoint.tensors:
+        return f"{target}: the source has no {source}, of which it should be made"
+    info = checkpoint.tensors[source]
+    if prod(info.shape) * (2 if info.dtype == "U8" else 1) != module.parameters * parts:
+        return f"{target}: {list(module.shape)} is not 1 of {parts} parts of {source}, {info.dtype} {list(info.shape)}"
+    return None
+
+
 def comparison(module: Module, found: dict[str, TensorInfo], out: Path, checkpoint: Checkpoint) -> Comparison:
     """A planned module, once its tensors are found in the build with the dtypes and shapes of the plan.
 

@@ -90,9 +90,9 @@ def other_source(provenance: Provenance, checkpoint: Checkpoint) -> list[str]:
     source = provenance.made["source"]
     name, revision = source.get("id"), source.get("revision")
     made_from = f"{name}{f' at {revision}' if revision else ''}"
+    folder = checkpoint.folder.resolve().name
     return [
-        f"{checkpoint.folder.name}: another source: {file} has sha256 {found}, the build was made from {recorded} "
-        f"({made_from}); nothing was compared"
+        f"{folder}: another source: {file} has sha256 {found}, the build was made from {recorded} ({made_from})"
         for file, recorded, found in (
             ("config.json", source["config_sha256"], checkpoint.config_sha256),
             ("the index", source["index_sha256"], checkpoint.index_sha256),

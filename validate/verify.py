@@ -12,7 +12,7 @@ from ..quantize.errors import SourceError
 from ..quantize.precision import Quantized
 from .claims import check_claims
 from .contents import Digest, compare, digest
-from .layout import Comparison, blocks, comparison, layer_of
+from .layout import Comparison, blocks, comparison, layer_of, misplaced
 from .offenders import Offenders, add_offenders
 from .pool import Task, default_workers, results
 from .provenance import Provenance, one_line, other_source, planned, read_provenance
@@ -61,9 +61,10 @@ def verify_repo(
     tallies = Tallies()
     if plan:
         problems += check_tensors(plan, shards, out)
-        planned_modules = [m for modules in plan.shards.values() for m in modules]
-        _expect(tallies, planned_modules)
-        modules = _comparable(planned_modules, shards, out, checkpoint)
+        every = [m for modules in plan.shards.values() for m in modules]
+        _expect(tallies, every)
+        problems += [fault for m in every if (fault := misplaced(m, checkpoint))]
+        modules = _comparable(every, shards, out, checkpoint)
     recorded = provenance.files if provenance else {}
     files = {
         out / name: file.sha256
@@ -84,6 +85,8 @@ def verify_repo(
                 progress(result.source_bytes)
             if fault:
                 faults[fault] = None
+    if not problems and not faults and sample is None and tallies.sampled != 1:
+        problems.append(f"only {tallies.sampled:.6%} of the weights were compared: a fault of this program")
     worst = sorted(offenders.values(), key=lambda o: o.order)
     return Verification(
         problems=[" ".join(line.splitlines()) for line in (*problems, *sorted(faults))],
@@ -126,7 +129,8 @@ def _comparable(modules: list[Module], shards: Shards, out: Path, checkpoint: Ch
     for m in modules:
         tensors = shards.get(m.shard, {})
         kinds = [(t.dtype, t.shape) for t in m.stored]
-        if kinds == [(tensors[t.name].dtype, tensors[t.name].shape) for t in m.stored if t.name in tensors]:
+        there = [(tensors[t.name].dtype, tensors[t.name].shape) for t in m.stored if t.name in tensors]
+        if kinds == there and not misplaced(m, checkpoint):
             found.append(comparison(m, tensors, out, checkpoint))
     return found
 
