@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,23 +29,37 @@ class Written:
 
 
 class HashedFile:
-    """A file written from front to back, its sha256 computed on the way."""
+    """A file written from front to back, its sha256 computed on the way, in a thread beside the writing.
+
+    What is written must not change until the next call; one block is hashed at a time.
+    """
 
     def __init__(self, handle: BinaryIO, path: Path):
         self._handle, self._path = handle, path
         self._hash = hashlib.sha256()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="sha256")
+        self._hashing: Future | None = None
         self.size = 0
 
     def write(self, data) -> None:
         """Appends bytes, or a C-contiguous array's bytes."""
         view = memoryview(data).cast("B")
+        self._wait()
+        self._hashing = self._thread.submit(self._hash.update, view)
         with _writing(self._path):
             self._handle.write(view)
-        self._hash.update(view)
         self.size += view.nbytes
 
+    def _wait(self) -> None:
+        if self._hashing is not None:
+            self._hashing.result()
+
     def written(self) -> Written:
+        self._wait()
         return Written(self.size, self._hash.hexdigest())
+
+    def close(self) -> None:
+        self._thread.shutdown()
 
 
 @contextmanager
@@ -71,10 +86,14 @@ def new_file(path: Path) -> Iterator[HashedFile]:
         with _writing(path):
             handle = partial.open("wb")
         with handle:
-            yield HashedFile(handle, path)
-            with _writing(path):
-                handle.flush()
-                os.fsync(handle.fileno())
+            file = HashedFile(handle, path)
+            try:
+                yield file
+                with _writing(path):
+                    handle.flush()
+                    os.fsync(handle.fileno())
+            finally:
+                file.close()
         with _writing(path):
             os.replace(partial, path)
             sync_folder(path.parent)
