@@ -279,7 +279,7 @@ class ExpertLinear(SwitchLinear):
 def expert_matmul(linear, x, indices, sorted_indices):
     """x @ W_e^T. mlx's `gather_qmm` takes the per-expert scale of nvfp4 on a GPU alone; elsewhere it is
     multiplied in afterwards."""
-    scale = linear.get("global_scale")
+    scale = getattr(linear, "global_scale", None)
     if scale is None or mx.default_device() == mx.gpu:
         return linear(x, indices, sorted_indices)
     y = mx.gather_qmm(
