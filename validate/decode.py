@@ -99,11 +99,14 @@ class Decoder:
         # What the head has not seen yet: hidden states, and the tokens after them.
         self.pending_hidden, self.pending_tokens = hidden[:, -1:], token
         self.last = token
-        self._emit(token.tolist()[0], logits)
+        self._emit(token, logits)
 
-    def _emit(self, tokens: list[int], logits: mx.array) -> None:
-        self.run.tokens += tokens
-        self.run.finite &= bool(mx.isfinite(logits).all().item())
+    def _emit(self, token: mx.array, logits: mx.array) -> list[int]:
+        finite = mx.isfinite(logits).all()
+        mx.eval(token, finite)
+        self.run.finite &= finite.item()
+        self.run.tokens += token.tolist()[0]
+        return token.tolist()[0]
 
     def _head(self, hidden: mx.array, tokens: mx.array, cache) -> mx.array:
         return self.model.mtp(hidden, self.model.model.embed_tokens(tokens), cache)
@@ -133,9 +136,7 @@ class Decoder:
     def _step(self) -> list[int]:
         logits = self.model.lm_head(self.model.model(self.last, self.cache))
         self.last = self._choose(logits)
-        tokens = self.last.tolist()[0]
-        self._emit(tokens, logits)
-        return tokens
+        return self._emit(self.last, logits)
 
     def _draft(self) -> tuple[mx.array, mx.array]:
         """K drafts [1, K] and the head's logits for them [1, K, V]; the head first catches up."""
@@ -155,8 +156,10 @@ class Decoder:
         hidden = self.model.model(mx.concatenate([self.last, drafts], axis=1), self.cache)
         logits = self.model.lm_head(hidden)
         confirmed, tokens = self._confirm(drafts, draft_logits, logits)
-        count, tokens_list, finite = confirmed.item(), tokens.tolist()[0], mx.isfinite(logits).all().item()
-        self.run.finite &= finite
+        finite = mx.isfinite(logits).all()
+        mx.eval(confirmed, tokens, finite)
+        count, tokens_list = confirmed.item(), tokens.tolist()[0]
+        self.run.finite &= finite.item()
         for position in range(self.drafts):
             # A draft behind a rejected one was never judged.
             self.run.drafted[position] += position <= count

@@ -61,7 +61,7 @@ def compare_heads(
     plans: dict[str, Plan],
     checkpoint: Checkpoint,
     prompts: list[Prompt],
-    text: str,
+    text: str | None,
     tokens: int,
     drafts: int,
     temperature: float,

@@ -11,6 +11,7 @@ from .statistics import drafting, text_health
 
 TEMPERATURE = 0.8
 TOKENS = 64
+CPU_TOKENS = 512
 MAX_PROMPT_BYTES = 16 << 20
 SCHEMA = 1
 
@@ -36,11 +37,19 @@ class Build:
     def stop(self) -> frozenset[int]:
         return frozenset(self.tokenizer.eos_token_ids)
 
-    def windows(self, text: str) -> list[list[int]]:
-        """A text's tokens, cut into windows for teacher forcing."""
+    def windows(self, text: str | None) -> list[list[int]]:
+        """A text's tokens, cut into windows for teacher forcing; the shipped text for None.
+
+        mlx's quantized products are slow on the CPU, so there only the start of the shipped text is used.
+        """
+        import mlx.core as mx
+
         from .forced import windows_of
 
-        return windows_of(self.tokenizer.encode(text))
+        if text is not None:
+            return windows_of(self.tokenizer.encode(text))
+        tokens = self.tokenizer.encode((files(__package__) / "text.txt").read_text(encoding="utf-8"))
+        return windows_of(tokens if mx.default_device() == mx.gpu else tokens[:CPU_TOKENS])
 
     def encode(self, prompt: Prompt) -> list[int]:
         if prompt.raw or not self.tokenizer.has_chat_template:
@@ -106,10 +115,10 @@ def read_prompts(path: Path | None) -> list[Prompt]:
     return prompts
 
 
-def read_text(path: Path | None) -> str:
-    """A text for the teacher-forced count; the shipped one for None. Raises SourceError."""
+def read_text(path: Path | None) -> str | None:
+    """A text for the teacher-forced count; None stands for the shipped one. Raises SourceError."""
     try:
-        return (files(__package__) / "text.txt" if path is None else path).read_text(encoding="utf-8")
+        return None if path is None else path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
         raise SourceError(f"{path}: can't be read: {e}") from None
 
@@ -117,7 +126,7 @@ def read_text(path: Path | None) -> str:
 def smoke(
     build: Build,
     prompts: list[Prompt],
-    text: str,
+    text: str | None,
     tokens: int = TOKENS,
     drafts: int = 1,
     temperature: float = TEMPERATURE,
@@ -128,7 +137,7 @@ def smoke(
     """Decodes every prompt plainly, with drafts, and sampled with drafts; and forces drafts over a text.
 
     Args:
-        text: for the forced count.
+        text: for the forced count; None for the shipped one.
         tokens: emitted for each prompt.
         drafts: chained drafts a step.
         min_acceptance: greedy acceptance below it fails.

@@ -1,0 +1,272 @@
+"""Decoding with the MTP head: lossless, counted rightly, and telling a broken head from a good one."""
+
+import json
+import math
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from conftest import REFERENCE, SMALL_CONFIG, motif_convert, random_weights, write_checkpoint
+from mlx.utils import tree_map
+from mlx_lm.utils import load_model
+from motif_convert.convert.checkpoint import open_checkpoint
+from motif_convert.convert.planner import make_plan
+from motif_convert.quantize.errors import SourceError
+from motif_convert.recipes.recipe import load_recipe
+from motif_convert.validate import smoke as smoke_module
+from motif_convert.validate.decode import Decoder, branch, decode, take_back
+from motif_convert.validate.evidence import record
+from motif_convert.validate.forced import forced_acceptance, forced_positions, windows_of
+from motif_convert.validate.heads import build_head
+from motif_convert.validate.statistics import drafting, text_health, wilson
+
+DEMO = REFERENCE / "demo-motif3"
+GOLDENS = json.loads((REFERENCE / "demo-goldens.json").read_text())
+HELDOUT = list((REFERENCE / "demo-heldout.txt").read_bytes())[:16384]
+
+
+def loaded(folder):
+    model, _ = load_model(folder, trust_remote_code=True)
+    floats = tree_map(lambda a: a.astype(mx.float32) if mx.issubdtype(a.dtype, mx.floating) else a, model.parameters())
+    model.update(floats)
+    mx.eval(model.parameters())
+    return model
+
+
+@pytest.fixture(scope="module")
+def demo(built):
+    return loaded(built(DEMO, "--recipe", "bf16"))
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory, built):
+    """A random model of few tokens, whose drafts are mostly wrong: every step takes rows back."""
+    config = SMALL_CONFIG | {"vocab_size": 12}
+    source = write_checkpoint(tmp_path_factory.mktemp("odd") / "odd", config, random_weights(config, 3))
+    return loaded(built(source, "--recipe", "bf16"))
+
+
+# --- the loop ---
+
+
+def test_one_draft_a_step_makes_the_reference_counts(demo):
+    """A step after the last of 110 judged places would judge one more: 111 tokens need 110 drafts at the most."""
+    runs = [decode(demo, p["prompt_ids"], 111, drafts=1) for p in GOLDENS["prompts"]]
+    for run, p in zip(runs, GOLDENS["prompts"], strict=True):
+        assert run.tokens[:110] == p["greedy_ids"]
+        assert (run.drafted, run.accepted) == ([p["k1_spec_drafts"]], [p["k1_spec_accepted"]])
+    totals = sum(r.drafted[0] for r in runs), sum(r.accepted[0] for r in runs)
+    assert totals == (GOLDENS["k1_spec_drafts"], GOLDENS["k1_spec_accepted"])
+
+
+@pytest.mark.parametrize("drafts", [1, 2, 3])
+def test_greedy_text_is_the_same_far_beyond_the_window(odd, drafts):
+    """The window is 6 keys; the prompt and the text are many times that."""
+    prompt = [t % 12 for t in range(5, 50, 3)] * 3
+    plain = decode(odd, prompt, 90)
+    drafted = decode(odd, prompt, 90, drafts=drafts)
+    assert drafted.tokens == plain.tokens
+    assert sum(drafted.accepted) < sum(drafted.drafted)
+    assert drafted.steps < 90 or not sum(drafted.accepted)
+
+
+def test_prefill_in_chunks_is_prefill_at_once(odd, monkeypatch):
+    prompt = [t * 7 % 12 for t in range(60)]
+    whole = decode(odd, prompt, 20, drafts=2)
+    monkeypatch.setattr("motif_convert.validate.decode.PREFILL_CHUNK", 7)
+    assert decode(odd, prompt, 20, drafts=2).tokens == whole.tokens
+
+
+def test_caches_hold_what_was_kept(odd):
+    """After rejections the caches equal those of a run that only ever saw the kept tokens."""
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    decoder = Decoder(odd, prompt, drafts=2)
+    for _ in range(12):
+        decoder.step()
+    kept = prompt + decoder.run.tokens[:-1]
+    fresh = odd.make_cache()
+    odd(mx.array([kept]), cache=fresh)
+    probe = mx.array([[decoder.run.tokens[-1]]])
+    assert [c.offset for c in decoder.cache] == [c.offset for c in fresh] == [len(kept)] * len(fresh)
+    assert mx.abs(odd(probe, cache=decoder.cache) - odd(probe, cache=fresh)).max() < 1e-4
+
+
+def test_a_wrapped_cache_is_taken_back_only_after_several_rows(odd):
+    cache = odd.make_cache()
+    odd(mx.array([[1] * 20]), cache=cache)
+    odd(mx.array([[1]]), cache=cache)
+    with pytest.raises(ValueError, match="several rows"):
+        take_back(cache, 1)
+
+
+def test_a_branch_leaves_the_cache_alone(odd):
+    (cache,) = odd.make_mtp_cache()
+    hidden = mx.ones((1, 9, SMALL_CONFIG["hidden_size"]))
+    odd.mtp_forward(hidden, mx.array([[1] * 9]), [cache])
+    before = [np.array(x) if isinstance(x, mx.array) else x for x in cache.state]
+    for _ in range(8):
+        odd.mtp_forward(hidden[:, :1], mx.array([[2]]), [branch(cache)])
+    twin = branch(cache)
+    for _ in range(8):
+        odd.mtp_forward(hidden[:, :1], mx.array([[2]]), [twin])
+    after = [np.array(x) if isinstance(x, mx.array) else x for x in cache.state]
+    assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_sampling_keeps_the_distribution(odd):
+    """Chi-square over the second and third token of 400 sampled runs with drafts against the exact probabilities.
+
+    At 1 in 100,000 a correct loop fails; the seeds are fixed.
+    """
+    prompt, temperature, runs = [3, 1, 4, 1, 5, 9], 1.0, 400
+    counts = np.zeros((12, 12))
+    for seed in range(runs):
+        first, second = decode(odd, prompt, 2, drafts=1, temperature=temperature, seed=seed).tokens
+        counts[first, second] += 1
+    p1 = np.array(mx.softmax(odd(mx.array([prompt]))[0, -1] / temperature), dtype=np.float64)
+    p2 = np.array([np.array(mx.softmax(odd(mx.array([[*prompt, t]]))[0, -1])) for t in range(12)], dtype=np.float64)
+    expected = runs * p1[:, None] * p2
+    order = np.argsort(expected, axis=None)
+    bins_e, bins_c, e, c = [], [], 0.0, 0.0
+    for i in order:  # rare cells together, so that every bin expects five or more
+        e, c = e + expected.flat[i], c + counts.flat[i]
+        if e >= 5:
+            bins_e.append(e)
+            bins_c.append(c)
+            e = c = 0.0
+    statistic = sum((o - x) ** 2 / x for o, x in zip(bins_c, bins_e, strict=True))
+    freedom = len(bins_e) - 1
+    # Wilson-Hilferty: (X / k)^(1/3) is nearly normal
+    z = ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
+    assert freedom > 10
+    assert z < 4.26
+
+
+# --- teacher-forced ---
+
+
+def test_forced_counts_of_the_demo(demo):
+    agree, shared = forced_positions(demo, windows_of(HELDOUT), 0.8)
+    found = forced_acceptance(agree, shared)
+    assert found["positions"] == 32 * 511
+    assert found["agreement"] == pytest.approx(0.839, abs=0.002)
+    assert found["expected_acceptance"] == pytest.approx(0.862, abs=0.002)
+
+
+def faulty_heads(model):
+    """Ways to break a head that change nothing in the text: name -> (module attribute, replacement weight)."""
+    proj = model.mtp.input_proj.weight
+    half = proj.shape[1] // 2
+    swapped = mx.concatenate([proj[:, half:], proj[:, :half]], axis=1)
+    return {"[e ; h]": swapped, "scales dropped": proj * 0.05}
+
+
+@pytest.mark.parametrize("fault", ["[e ; h]", "scales dropped"])
+def test_a_broken_head_shows(demo, fault):
+    windows = windows_of(HELDOUT[:2048])
+    good = forced_acceptance(*forced_positions(demo, windows, 0.8))
+    own = demo.mtp.input_proj.weight
+    try:
+        demo.mtp.input_proj.weight = faulty_heads(demo)[fault]
+        bad = forced_acceptance(*forced_positions(demo, windows, 0.8))
+    finally:
+        demo.mtp.input_proj.weight = own
+    assert bad["agreement"] < good["agreement"] - 0.2
+
+
+def test_a_head_as_a_plan_would_write_it(built, demo):
+    """Each policy's head, built on the loaded body, drafts as that policy's own build does."""
+    checkpoint = open_checkpoint(DEMO)
+    windows = windows_of(HELDOUT[:1024])
+    for policy in ("fp16", "8", "4.5"):
+        own = loaded(built(DEMO, "--recipe", "bf16", "--mtp", policy))
+        theirs = own.mtp
+        head = build_head(demo, make_plan(checkpoint, load_recipe("bf16"), policy), checkpoint)
+        expected = forced_positions(own, windows, 0.8)
+        own.mtp = head
+        found = forced_positions(own, windows, 0.8)
+        own.mtp = theirs
+        assert np.abs(found[1] - expected[1]).max() < 1e-4
+
+
+# --- numbers ---
+
+
+def test_wilson_by_hand():
+    """For 8 of 10 the interval is (0.4902, 0.9433), as tables have it."""
+    assert wilson(8, 10) == pytest.approx((0.4902, 0.9433), abs=1e-4)
+    assert wilson(0, 5)[0] == 0
+    assert wilson(5, 5)[1] == pytest.approx(1)
+
+
+def test_acceptance_and_share_are_different_numbers():
+    """One draft a step: share = a / (1 + a)."""
+    rates = drafting([100], [65], 165, 100)
+    assert rates["acceptance"] == 0.65
+    assert rates["draft_share"] == pytest.approx(0.65 / 1.65)
+    assert rates["tokens_per_step"] == 1.65
+
+
+def test_nothing_drafted_is_an_error():
+    with pytest.raises(ValueError, match="nothing was drafted"):
+        drafting([0], [0], 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "distinct", "longest"),
+    [(list(range(20)), 1.0, 0), ([7] * 20, 1 / 17, 20), ([1, 2] * 10, 2 / 17, 20), ([1, 2, 3, 9, 9, 9, 4], 1.0, 3)],
+)
+def test_text_health(tokens, distinct, longest):
+    found = text_health(tokens, False)
+    assert found["distinct_4grams"] == pytest.approx(distinct)
+    assert found["longest_run"] == longest
+
+
+# --- the command ---
+
+
+@pytest.mark.parametrize(
+    "line", ["{", "[]", '{"prompt": ""}', '{"prompt": 1}', '{"prompt": "a", "raw": "no"}', '{"text": "a"}']
+)
+def test_a_bad_prompt_line_is_named(tmp_path, line):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "fine"}\n' + line + "\n")
+    with pytest.raises(SourceError, match="line 2"):
+        smoke_module.read_prompts(tmp_path / "p.jsonl")
+
+
+def test_smoke_on_the_command_line(built, tmp_path):
+    out = built(DEMO, "--mtp", "fp16")
+    prompts, text = tmp_path / "p.jsonl", tmp_path / "t.txt"
+    prompts.write_text(json.dumps({"prompt": GOLDENS["prompts"][0]["prompt"], "name": "first", "raw": True}))
+    text.write_bytes(bytes(HELDOUT[:600]))
+    options = ("--prompts", prompts, "--text", text, "--tokens", 12, "--dtype", "float32", "--json")
+    result = motif_convert("smoke", out, *options, "--compare-mtp", "bf16,4.5", "--source", DEMO)
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found["lossless"]
+    assert found["passed"]
+    assert found["prompts"][0]["greedy"]["tokens"] == GOLDENS["prompts"][0]["greedy_ids"][:12]
+    assert [row["policy"] for row in found["heads"]] == ["bf16", "4.5"]
+    assert found["heads"][1]["bytes"] < found["heads"][0]["bytes"]
+    evidence = json.loads((out / "validation.json").read_text())
+    assert evidence["smoke"]["greedy"] == found["greedy"]
+    assert not evidence["passed"], "not verified yet"
+    assert motif_convert("verify", out, "--source", DEMO).returncode == 0
+    assert json.loads((out / "validation.json").read_text())["passed"]
+    failed = motif_convert("smoke", out, *options, "--min-acceptance", 1)
+    assert failed.returncode == 1
+
+
+def test_smoke_without_a_head(built):
+    result = motif_convert("smoke", built(DEMO, "--mtp", "drop"))
+    assert result.returncode == 2
+    assert "no MTP head" in result.stderr
+
+
+def test_evidence_of_another_plan_is_not_kept(built):
+    out = built(DEMO, "--mtp", "bf16")
+    (out / "validation.json").write_text(json.dumps({"format": 1, "plan_hash": "0" * 64, "smoke": {"passed": True}}))
+    verified = {"passed": True, "sampled": 1, "layers": [], "families": []}
+    evidence = record(out, "verify", verified)
+    assert evidence["smoke"] is None
+    assert evidence["passed"]
