@@ -119,7 +119,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def as_json(value: dict) -> bytes:
-    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+    return (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
 def shard_header(modules: list[Module]) -> bytes:

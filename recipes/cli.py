@@ -1,6 +1,7 @@
 """The command line: a thin layer. Exit codes: 0 done, 1 a check failed, 2 bad use or input, 130 interrupted."""
 
 import json
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -12,6 +13,32 @@ BITS = ("4.5", "8")
 MTP = ("fp16", "bf16", "8", "4.5", "drop")
 
 
+class Finite(click.FloatRange):
+    """A number in a range; click's own lets NaN through."""
+
+    def convert(self, value, param, ctx):
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a number.", param, ctx)
+        return number
+
+
+class Folder(click.Path):
+    """A path that has a name."""
+
+    def convert(self, value, param, ctx):
+        if not str(value):
+            self.fail("is empty", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+def _given(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    """Refuses an empty value, such as a shell variable that is not set."""
+    if value is not None and not str(value):
+        raise click.BadParameter("is empty", ctx, param)
+    return value
+
+
 def build_options(command: Callable) -> Callable:
     """The options that decide a build."""
     for option in reversed(
@@ -21,6 +48,7 @@ def build_options(command: Callable) -> Callable:
                 metavar="REPO|DIR|demo",
                 default="Motif-Technologies/Motif-3",
                 show_default=True,
+                callback=_given,
                 help="Hub repo id, local folder, or the small trained checkpoint that ships with this program.",
             ),
             click.option("--bits", type=click.Choice(BITS), help="Built-in recipe.  [default: 4.5]"),
@@ -42,7 +70,7 @@ def build_options(command: Callable) -> Callable:
 
 out_option = click.option(
     "--out",
-    type=click.Path(path_type=Path),
+    type=Folder(path_type=Path),
     help="Folder to write; must be new, empty, or an interrupted run.  [default: <source>-mlx-<recipe>]",
 )
 
@@ -80,15 +108,17 @@ def cli(ctx, source, bits, recipe, mtp, keep_mtp_fp16, experts, out, prompt, max
         _say(f"No text generated: {reason}.")
     else:
         _generate(out, PROMPT if prompt is None else prompt, max_tokens)
-    evidence = None
+    evidence, failed = None, False
     if not no_verify:
-        evidence = _verify(out, job.checkpoint, None, None)
+        found = _verify(out, job.checkpoint, None, None)
+        evidence, failed = _record(out, found.as_dict(), found.passed), not found.passed
     if not reason and job.plan.has_mtp:
         evidence = _smoke(out, job.plan.recipe.min_acceptance)
+        failed |= not evidence["smoke"]["passed"]
     if evidence is not None:
         _show_evidence(out, evidence)
-        if not evidence["passed"] and not no_verify:
-            ctx.exit(1)
+    if failed:
+        ctx.exit(1)
 
 
 @cli.command()
@@ -128,7 +158,7 @@ def inspect(folder, as_json):
 @cli.command()
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
 @click.option("--source", metavar="REPO|DIR|demo", help="What DIR was made from.  [default: what it names]")
-@click.option("--sample", type=click.FloatRange(0, 1, min_open=True), help="Fraction to compare, for a quick look.")
+@click.option("--sample", type=Finite(0, 1, min_open=True), help="Fraction to compare, for a quick look.")
 @click.option("--workers", type=click.IntRange(1), help="Processes.  [default: one a processor]")
 @click.option("--json", "as_json", is_flag=True, help="The findings as JSON.")
 @click.pass_context
@@ -137,10 +167,11 @@ def verify(ctx, folder, source, sample, workers, as_json):
     from .pipeline import open_source, source_of
 
     checkpoint = open_source(source or source_of(folder))[1]
-    found = _verify(folder, checkpoint, sample, workers, quiet=as_json)["verify"]
+    found = _verify(folder, checkpoint, sample, workers, quiet=as_json)
     if as_json:
-        click.echo(json.dumps(found, indent=1))
-    if not found["passed"]:
+        click.echo(json.dumps(found.as_dict(), indent=1))
+    _record(folder, found.as_dict(), found.passed)
+    if not found.passed:
         ctx.exit(1)
 
 
@@ -149,13 +180,13 @@ def verify(ctx, folder, source, sample, workers, as_json):
 @click.option("--tokens", type=click.IntRange(2), default=64, show_default=True, help="Tokens for each prompt.")
 @click.option("--drafts", type=click.IntRange(1, 8), default=1, show_default=True, help="Chained drafts a step.")
 @click.option(
-    "--temperature", type=click.FloatRange(0, min_open=True), default=0.8, show_default=True, help="Of the sampled run."
+    "--temperature", type=Finite(0, min_open=True), default=0.8, show_default=True, help="Of the sampled run."
 )
 @click.option("--prompts", type=click.Path(path_type=Path), help="JSON lines: prompt, optional name, optional raw.")
 @click.option("--text", type=click.Path(path_type=Path), help="Text for the teacher-forced count.")
 @click.option("--dtype", type=click.Choice(["float32"]), help="Upcast all floats, for exact comparisons.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the sampling.")
-@click.option("--min-acceptance", type=click.FloatRange(0, 1), help="Fail below it.  [default: the recipe's]")
+@click.option("--seed", type=click.IntRange(0, 2**31), default=0, show_default=True, help="Of the sampling.")
+@click.option("--min-acceptance", type=Finite(0, 1), help="Fail below it.  [default: the recipe's]")
 @click.option("--compare-mtp", metavar="LIST", help="Policies to compare on one body, such as fp16,bf16,8,4.5.")
 @click.option("--source", metavar="REPO|DIR|demo", help="For --compare-mtp.  [default: what DIR names]")
 @click.option("--json", "as_json", is_flag=True, help="The result as JSON.")
@@ -175,8 +206,7 @@ def smoke(ctx, folder, as_json, **options):
         ctx.exit(1)
 
 
-def _verify(folder: Path, checkpoint, sample: float | None, workers: int | None, quiet: bool = False) -> dict:
-    from ..validate.evidence import record
+def _verify(folder: Path, checkpoint, sample: float | None, workers: int | None, quiet: bool = False):
     from ..validate.verify import verify_repo
     from .progress import Progress
     from .show import verification_text
@@ -188,7 +218,21 @@ def _verify(folder: Path, checkpoint, sample: float | None, workers: int | None,
         progress.close()
     if not quiet:
         click.echo(verification_text(found))
-    return record(folder, "verify", found.as_dict())
+    return found
+
+
+def _record(folder: Path, result: dict, passed: bool) -> dict | None:
+    """Puts a verification into the build's evidence; where that fails, a failed check still counts for more."""
+    from ..quantize.errors import MotifConvertError
+    from ..validate.evidence import record
+
+    try:
+        return record(folder, "verify", result)
+    except MotifConvertError as e:
+        if passed:
+            raise
+        _say(f"Not recorded: {e}")
+        return None
 
 
 def _smoke(folder: Path, minimum: float | None, quiet: bool = False, **options) -> dict:

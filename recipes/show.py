@@ -156,7 +156,8 @@ def verification_text(found) -> str:
     if found.offenders_total > 20:
         lines.append(f"and {found.offenders_total - 20} more tensors or experts that differ")
     share = "every weight" if found.sampled == 1 else f"{_percent(found.sampled)} of the weights"
-    lines.append(f"{'Verified' if found.passed else 'NOT verified'}: {share} compared, {found.hashed} files hashed.")
+    word = ("Verified" if found.sampled == 1 else "Nothing found in a sample") if found.passed else "NOT verified"
+    lines.append(f"{word}: {share} compared, {found.hashed} files hashed.")
     return "\n".join(lines)
 
 

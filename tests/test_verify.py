@@ -597,7 +597,7 @@ def test_a_sample_has_the_first_the_middle_and_the_last_expert(spoiled, small, p
     spoiled.array(f"{path}.weight")[expert, -1] ^= 16
     result = verify(spoiled.folder, small, sample=1e-6)
     assert named(result) == {f"{path}.weight": {expert}}
-    assert result.sampled < 0.6
+    assert result.sampled < 1
 
 
 def test_a_sample_is_a_sample(spoiled, small):

@@ -5,7 +5,6 @@
 what was measured passed and the contents were verified whole.
 """
 
-import json
 from pathlib import Path
 
 from ..convert.checkpoint import read_json
@@ -34,20 +33,38 @@ def record(out: Path, part: str, result: object) -> dict:
     """
     plan_hash = read_json(out / PROVENANCE)[0].get("plan_hash")
     evidence = {"format": FORMAT, "plan_hash": plan_hash, **dict.fromkeys(PARTS)}
-    if (out / EVIDENCE).exists():
-        try:
-            old = read_json(out / EVIDENCE)[0]
-        except SourceError:
-            old = {}  # what is not readable proves nothing
-        if old.get("format") == FORMAT and old.get("plan_hash") == plan_hash:
-            evidence |= {k: old.get(k) for k in PARTS}
-    evidence[part] = result
-    verified, smoked = evidence["verify"], evidence["smoke"]
-    whole = bool(verified and verified["passed"] and verified["sampled"] == 1)
-    evidence["passed"] = whole and (smoked is None or smoked["passed"])
+    old = read_evidence(out)
+    if old.get("format") == FORMAT and old.get("plan_hash") == plan_hash:
+        evidence |= {k: old.get(k) if _has_shape(k, old.get(k)) else None for k in PARTS}
+    whole = _verified_whole(evidence["verify"])
+    if not (part == "verify" and whole and result["passed"] and result["sampled"] < 1):
+        evidence[part] = result  # but a quick look that found nothing takes nothing away from a whole one
+    smoked = evidence["smoke"]
+    evidence["passed"] = _verified_whole(evidence["verify"]) and (smoked is None or smoked["passed"])
     write_file(out / EVIDENCE, as_json(evidence))
     draw(out, evidence)
     return evidence
+
+
+def read_evidence(out: Path) -> dict:
+    """What validation.json says; nothing if it can't be read, for that proves nothing."""
+    try:
+        return read_json(out / EVIDENCE)[0] if (out / EVIDENCE).exists() else {}
+    except SourceError:
+        return {}
+
+
+def _has_shape(part: str, value: object) -> bool:
+    """Whether a recorded part is one that can be read on."""
+    needed = {
+        "verify": {"passed", "sampled", "families", "layers", "problems", "offenders_total"},
+        "smoke": {"passed", "prompts", "greedy", "sampled", "min_acceptance", "lossless", "speed", "device"},
+    }
+    return isinstance(value, list) if part == "heads" else isinstance(value, dict) and needed[part] <= value.keys()
+
+
+def _verified_whole(verified: dict | None) -> bool:
+    return bool(verified and verified["passed"] and verified["sampled"] == 1)
 
 
 def draw(out: Path, evidence: dict) -> None:
@@ -59,14 +76,18 @@ def draw(out: Path, evidence: dict) -> None:
     matplotlib.use("Agg")
     from matplotlib.figure import Figure
 
-    found = inspect_repo(out)
+    try:
+        found = inspect_repo(out)
+    except SourceError:
+        found = None  # a build too damaged to be read has its findings all the same
     figure = Figure(figsize=(13, 4.2), layout="constrained")
     error, acceptance, size = figure.subplots(1, 3)
     _draw_error(error, evidence["verify"])
     _draw_acceptance(acceptance, evidence)
     _draw_size(size, found)
     state = "passed" if evidence["passed"] else "NOT passed"
-    figure.suptitle(f"{found['folder']}: {found['bits_per_weight']:.3f} bits per weight, validation {state}")
+    bits = f"{found['bits_per_weight']:.3f} bits per weight, " if found else ""
+    figure.suptitle(f"{out.resolve().name}: {bits}validation {state}")
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=110, metadata={"Software": None})
     write_file(out / PICTURE, buffer.getvalue())
@@ -130,8 +151,11 @@ def _draw_acceptance(axes, evidence: dict) -> None:
         axes.axvline(smoked["min_acceptance"], color="tab:red", linestyle="--", linewidth=1)
 
 
-def _draw_size(axes, found: dict) -> None:
+def _draw_size(axes, found: dict | None) -> None:
     axes.set_title("Size by family")
+    if found is None:
+        _nothing(axes, "not readable")
+        return
     rows = found["families"]
     unit, name = (1e9, "GB") if found["total_bytes"] > 2e9 else (1e6, "MB")
     bars = axes.barh([r["family"] for r in rows], [r["bytes"] / unit for r in rows], color="tab:green")
@@ -139,9 +163,3 @@ def _draw_size(axes, found: dict) -> None:
     axes.invert_yaxis()
     axes.margins(x=0.25)
     axes.set_xlabel(name)
-
-
-def read_evidence(out: Path) -> dict | None:
-    """The build's evidence, or None if there is none."""
-    path = out / EVIDENCE
-    return json.loads(path.read_bytes()) if path.exists() else None

@@ -32,6 +32,8 @@ def inspect_repo(folder: Path) -> dict:
     """
     if (folder / JOURNAL).exists():
         raise SourceError(f"{folder}: an interrupted run; run the same command again to finish it")
+    if not (folder / "config.json").exists():
+        raise SourceError(f"{folder}: not a build: it has no config.json")
     repo = open_checkpoint(folder)
     quantization = repo.config.get("quantization") or {}
     if repo.config.get("model_type") != "Motif" or not isinstance(quantization, dict):
@@ -40,14 +42,16 @@ def inspect_repo(folder: Path) -> dict:
         whole = repo.config | {"num_nextn_predict_layers": 1}  # a head that config.json denies is to be seen, too
         family_of = {target: e.family for e in entries(whole) for target in e.targets}
     except (KeyError, TypeError, ValueError) as e:
-        raise SourceError(f"{folder}: config.json has no usable {e}") from None
+        what = f"no {e}" if isinstance(e, KeyError) else f"unusable sizes ({e})"
+        raise SourceError(f"{folder}: config.json has {what}") from None
 
     table: dict[str, dict] = {}
     for info in repo.tensors.values():
         owner = _owner(info.name)
         family = family_of.get(owner)
         if family is None:
-            raise SourceError(f"{folder}: {info.name} ({info.shard}) is not an MLX tensor of Motif-3")
+            hint = "; a source? `motif-convert plan --source` shows those" if ".moe." in info.name else ""
+            raise SourceError(f"{folder}: {info.name} ({info.shard}) is not an MLX tensor of Motif-3{hint}")
         row = table.setdefault(family, {"tensors": 0, "parameters": 0, "bytes": 0, "precisions": []})
         parameters, precision = _stored_as(info, repo, quantization)
         row["tensors"] += 1

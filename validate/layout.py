@@ -145,7 +145,8 @@ def comparison(module: Module, found: dict[str, TensorInfo], out: Path, checkpoi
 def blocks(modules: list[Comparison], sample: float | None) -> Iterator[Block]:
     """The blocks of all modules in order, or a fraction of them, the same ones every time.
 
-    A sample takes whole experts, always the first, the middle and the last of every stack, and blocks of all else.
+    A sample takes whole experts, always the first, the middle and the last of every stack, and blocks of all else: the
+    first of every tensor, and more as the fraction allows.
     """
     drawn = 0
 
@@ -166,5 +167,5 @@ def blocks(modules: list[Comparison], sample: float | None) -> Iterator[Block]:
             runs = [(e * module.rows, (e + 1) * module.rows) for e in chosen]
         for start, end in runs:
             for first in range(start, end, step):
-                if module.stacked or draw():
+                if module.stacked or first == start or draw():
                     yield Block(module, first, min(step, end - first))

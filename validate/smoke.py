@@ -6,13 +6,15 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
+from ..convert.checkpoint import read_whole
 from ..quantize.errors import OutputError, SourceError
+from .loading import load
 from .statistics import drafting, text_health
 
 TEMPERATURE = 0.8
 TOKENS = 64
 CPU_TOKENS = 512
-MAX_PROMPT_BYTES = 16 << 20
+MAX_TEXT_BYTES = 16 << 20
 SCHEMA = 1
 
 
@@ -68,12 +70,8 @@ def load_build(folder: Path, dtype: str | None = None) -> Build:
     """
     import mlx.core as mx
     from mlx.utils import tree_map
-    from mlx_lm import load
 
-    try:
-        model, tokenizer, config = load(str(folder), trust_remote_code=True, return_config=True)
-    except (ValueError, FileNotFoundError, KeyError) as e:
-        raise SourceError(f"{folder}: mlx-lm can't load it: {e}") from None
+    model, tokenizer, config = load(folder)
     if dtype == "float32":
 
         def upcast(array):
@@ -92,10 +90,10 @@ def read_prompts(path: Path | None) -> list[Prompt]:
     """
     name = "prompts.jsonl" if path is None else path.name
     try:
-        raw = (files(__package__) / name).read_bytes() if path is None else path.read_bytes()
-        lines = raw.decode("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as e:
-        raise SourceError(f"{path}: can't be read: {e}") from None
+        raw = (files(__package__) / name).read_bytes() if path is None else read_whole(path, MAX_TEXT_BYTES)
+        lines = raw.decode("utf-8").split("\n")
+    except UnicodeDecodeError:
+        raise SourceError(f"{path}: not a text file in UTF-8") from None
     prompts = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -118,9 +116,9 @@ def read_prompts(path: Path | None) -> list[Prompt]:
 def read_text(path: Path | None) -> str | None:
     """A text for the teacher-forced count; None stands for the shipped one. Raises SourceError."""
     try:
-        return None if path is None else path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as e:
-        raise SourceError(f"{path}: can't be read: {e}") from None
+        return None if path is None else read_whole(path, MAX_TEXT_BYTES).decode("utf-8")
+    except UnicodeDecodeError:
+        raise SourceError(f"{path}: not a text file in UTF-8") from None
 
 
 def smoke(
@@ -157,6 +155,9 @@ def smoke(
     if "mtp" not in model:
         raise OutputError("the build has no MTP head (num_nextn_predict_layers is 0); there is nothing to measure")
     encoded = [(p, build.encode(p)) for p in prompts]
+    windows = build.windows(text)
+    if not windows:
+        raise SourceError("--text: too short; the teacher-forced count needs two tokens or more")
     decode(model, encoded[0][1], min(tokens, 8), drafts)  # warm-up: kernels compile, weights arrive
     decode(model, encoded[0][1], min(tokens, 8))
     rows, runs = [], {"plain": [], "greedy": [], "sampled": []}
@@ -171,7 +172,7 @@ def smoke(
             runs[kind].append(run)
         rows.append(_prompt_row(model, prompt, ids, made, build.stop))
 
-    forced = forced_acceptance(*forced_positions(model, build.windows(text), temperature))
+    forced = forced_acceptance(*forced_positions(model, windows, temperature))
     greedy, sampled = _added(runs["greedy"]), _added(runs["sampled"])
     lossless = all(row["lossless"] for row in rows)
     failures = []

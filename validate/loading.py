@@ -1,0 +1,53 @@
+"""A build loaded by an unmodified mlx-lm, in quiet, and only if it is what motif-convert wrote."""
+
+import hashlib
+import warnings
+from pathlib import Path
+
+from ..convert.checkpoint import read_json, read_whole
+from ..convert.repo import PROVENANCE
+from ..quantize.errors import SourceError, quoted
+
+TOKENIZERS = ("tokenizer.json", "tokenizer.model")
+
+
+def has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).exists() for name in TOKENIZERS)
+
+
+def check_small_files(folder: Path) -> None:
+    """Compares all but the shards with motif-convert.json, since `motif.py` is about to be run.
+
+    Raises:
+        SourceError: not a build, or a file that is another than the one written.
+    """
+    if not (folder / PROVENANCE).exists():
+        raise SourceError(f"{folder}: not a build of motif-convert: it has no {PROVENANCE}")
+    recorded = read_json(folder / PROVENANCE)[0].get("files")
+    for name, entry in (recorded if isinstance(recorded, dict) else {}).items():
+        if name.endswith(".safetensors") or name == "README.md":
+            continue
+        found = hashlib.sha256(read_whole(folder / name)).hexdigest()
+        if not isinstance(entry, dict) or found != entry.get("sha256"):
+            raise SourceError(f"{folder / name}: not the file that motif-convert wrote; verify says what changed")
+
+
+def load(folder: Path) -> tuple:
+    """`mlx_lm.load` of a build: model, tokenizer, config. The build's own `motif.py` is run.
+
+    Raises:
+        SourceError: see `check_small_files`; no tokenizer; or mlx-lm can't load it, with its reason.
+    """
+    check_small_files(folder)
+    if not has_tokenizer(folder):
+        raise SourceError(f"{folder}: has no tokenizer, since its source has none; there is nothing to decode with")
+    from mlx_lm import load as mlx_load
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()  # transformers does not know the model type, and does not need to
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            return mlx_load(str(folder), trust_remote_code=True, return_config=True)
+    except Exception as e:  # whatever a damaged build makes mlx, transformers or motif.py raise
+        raise SourceError(f"{folder}: mlx-lm can't load it: {quoted(e)}") from None
