@@ -182,7 +182,7 @@ WRONG_VALUES = {
         "mode 'int' is not known; use affine",
     ),
     "mode a list": (with_rule("match: a", "bits: 4", "group_size: 64", "mode: []"), 6, "`mode` must be one value"),
-    "dtype unknown": (with_rule("match: a", "dtype: BF16"), 4, "dtype 'BF16' is not one of source, float, bf16, fp16, fp32"),
+    "dtype unknown": (with_rule("match: a", "dtype: BF16"), 4, "is not one of source, float, bf16, fp16, fp32"),
     "dtype null": (with_rule("match: a", "dtype:"), 4, "dtype '' is not one of"),
     "dtype a list": (with_rule("match: a", "dtype: [source]"), 4, "`dtype` must be one value"),
     "dtype and bits": (with_rule("match: a", "dtype: source", "bits: 4"), 3, "`bits` does not go with it"),

@@ -14,7 +14,7 @@ from motif_convert.convert.planner import make_plan
 from motif_convert.quantize.errors import SourceError
 from motif_convert.recipes.recipe import load_recipe
 from motif_convert.validate import smoke as smoke_module
-from motif_convert.validate.decode import Decoder, branch, decode, take_back
+from motif_convert.validate.decode import Decoder, branch, confirm, decode, log_probs, take_back
 from motif_convert.validate.evidence import record
 from motif_convert.validate.forced import forced_acceptance, forced_positions, windows_of
 from motif_convert.validate.heads import build_head
@@ -113,33 +113,34 @@ def test_a_branch_leaves_the_cache_alone(odd):
     assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-def test_sampling_keeps_the_distribution(odd):
-    """Chi-square over the second and third token of 400 sampled runs with drafts against the exact probabilities.
+def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
+    """How many standard deviations a chi-square statistic lies above its mean (Wilson and Hilferty 1931)."""
+    statistic, freedom = float(((counts - expected) ** 2 / expected).sum()), counts.size - 1
+    return ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
 
-    At 1 in 100,000 a correct loop fails; the seeds are fixed.
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_sampling_keeps_the_distribution(temperature):
+    """Pairs of emitted tokens follow p exactly, whatever q is; a correct loop fails once in 100,000 times.
+
+    100,000 rows of one draft each: the first token against p, the second, where the draft held, against p as well.
     """
-    prompt, temperature, runs = [3, 1, 4, 1, 5, 9], 1.0, 400
-    counts = np.zeros((12, 12))
-    for seed in range(runs):
-        first, second = decode(odd, prompt, 2, drafts=1, temperature=temperature, seed=seed).tokens
-        counts[first, second] += 1
-    p1 = np.array(mx.softmax(odd(mx.array([prompt]))[0, -1] / temperature), dtype=np.float64)
-    p2 = np.array([np.array(mx.softmax(odd(mx.array([[*prompt, t]]))[0, -1])) for t in range(12)], dtype=np.float64)
-    expected = runs * p1[:, None] * p2
-    order = np.argsort(expected, axis=None)
-    bins_e, bins_c, e, c = [], [], 0.0, 0.0
-    for i in order:  # rare cells together, so that every bin expects five or more
-        e, c = e + expected.flat[i], c + counts.flat[i]
-        if e >= 5:
-            bins_e.append(e)
-            bins_c.append(c)
-            e = c = 0.0
-    statistic = sum((o - x) ** 2 / x for o, x in zip(bins_c, bins_e, strict=True))
-    freedom = len(bins_e) - 1
-    # Wilson-Hilferty: (X / k)^(1/3) is nearly normal
-    z = ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
-    assert freedom > 10
-    assert z < 4.26
+    rows, vocabulary = 100_000, 7
+    rng = np.random.default_rng(5)
+    p, q = (mx.array(rng.standard_normal((1, 2, vocabulary)).astype(np.float32) * 1.5) for _ in range(2))
+    q = mx.broadcast_to(q[:, :1], (rows, 1, vocabulary))
+    drafts = mx.random.categorical(log_probs(q, temperature), key=mx.random.key(1))
+    logits = mx.broadcast_to(p, (rows, 2, vocabulary))
+    confirmed, tokens = (np.array(x) for x in confirm(drafts, q, logits, temperature, mx.random.key(2)))
+    exact = np.array(mx.softmax(p[0] / temperature, axis=-1), dtype=np.float64)
+    first = np.bincount(tokens[:, 0], minlength=vocabulary)
+    assert chi_square(first, rows * exact[0]) < 4.26
+    held = tokens[confirmed == 1, 1]
+    assert chi_square(np.bincount(held, minlength=vocabulary), len(held) * exact[1]) < 4.26
+    draft_probability = np.array(mx.softmax(q[0] / temperature, axis=-1), dtype=np.float64)[0]
+    expected = np.minimum(exact[0], draft_probability).sum()
+    assert abs(confirmed.mean() - expected) < 4.3 * math.sqrt(expected * (1 - expected) / rows)
+    assert chi_square(first, rows * draft_probability) > 4.26, "q is another distribution, or this could not fail"
 
 
 # --- teacher-forced ---

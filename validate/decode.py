@@ -115,15 +115,11 @@ class Decoder:
         self.key, key = mx.random.split(self.key)
         return key
 
-    def _log_probs(self, logits: mx.array) -> mx.array:
-        logits = logits.astype(mx.float32) / self.temperature
-        return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-
     def _choose(self, logits: mx.array) -> mx.array:
         """Logits [1, L, V] -> tokens [1, L]."""
         if self.temperature == 0:
             return mx.argmax(logits, axis=-1)
-        return mx.random.categorical(self._log_probs(logits), key=self._next_key())
+        return mx.random.categorical(log_probs(logits, self.temperature), key=self._next_key())
 
     def step(self) -> list[int]:
         """Decodes at least one token; returns those it emitted."""
@@ -155,7 +151,7 @@ class Decoder:
         drafts, draft_logits = self._draft()
         hidden = self.model.model(mx.concatenate([self.last, drafts], axis=1), self.cache)
         logits = self.model.lm_head(hidden)
-        confirmed, tokens = self._confirm(drafts, draft_logits, logits)
+        confirmed, tokens = confirm(drafts, draft_logits, logits, self.temperature, self._next_key())
         finite = mx.isfinite(logits).all()
         mx.eval(confirmed, tokens, finite)
         count, tokens_list = confirmed.item(), tokens.tolist()[0]
@@ -170,27 +166,43 @@ class Decoder:
         self.run.tokens += tokens_list[: count + 1]
         return tokens_list[: count + 1]
 
-    def _confirm(self, drafts: mx.array, draft_logits: mx.array, logits: mx.array) -> tuple[mx.array, mx.array]:
-        """How many drafts hold, and the tokens [1, K + 1] to emit: that many drafts, then the body's own.
 
-        At a temperature: draft x holds with probability min(1, p(x) / q(x)); the first that does not is
-        replaced by a sample of (p - q)+ (Leviathan et al. 2023), which makes the whole a sample of p.
-        """
-        k = self.drafts
-        if self.temperature == 0:
-            own = mx.argmax(logits, axis=-1)
-            holds = drafts == own[:, :k]
-        else:
-            log_p, log_q = self._log_probs(logits), self._log_probs(draft_logits)
-            ratio = mx.take_along_axis(log_p[:, :k] - log_q, drafts[..., None], axis=-1)[..., 0]
-            holds = mx.log(mx.random.uniform(shape=drafts.shape, key=self._next_key())) < ratio
-            left = mx.maximum(mx.exp(log_p[:, :k]) - mx.exp(log_q), 0)
-            left = mx.concatenate([left, mx.exp(log_p[:, k:])], axis=1)
-            own = mx.random.categorical(mx.log(left), key=self._next_key())
-        confirmed = mx.cumprod(holds.astype(mx.int32), axis=1).sum()
-        place = mx.arange(k + 1)[None]
-        padded = mx.concatenate([drafts, drafts[:, -1:]], axis=1)
-        return confirmed, mx.where(place < confirmed, padded, own)
+def confirm(
+    drafts: mx.array, draft_logits: mx.array, logits: mx.array, temperature: float, key: mx.array
+) -> tuple[mx.array, mx.array]:
+    """How many drafts hold, and the tokens to emit: that many drafts, then the body's own.
+
+    At a temperature: draft x holds with probability min(1, p(x) / q(x)); the first that does not is replaced by a
+    sample of (p - q)+ (Leviathan et al. 2023), which makes the whole a sample of p.
+
+    Args:
+        drafts: [B, K], sampled from q (at temperature 0: the head's first choices).
+        draft_logits: [B, K, V] of q.
+        logits: [B, K + 1, V] of p, the last after all drafts.
+    Returns:
+        int32 [B], and [B, K + 1], of which the first [B] + 1 count.
+    """
+    k = drafts.shape[1]
+    if temperature == 0:
+        own = mx.argmax(logits, axis=-1)
+        holds = drafts == own[:, :k]
+    else:
+        key_holds, key_own = mx.random.split(key)
+        log_p, log_q = log_probs(logits, temperature), log_probs(draft_logits, temperature)
+        ratio = mx.take_along_axis(log_p[:, :k] - log_q, drafts[..., None], axis=-1)[..., 0]
+        holds = mx.log(mx.random.uniform(shape=drafts.shape, key=key_holds)) < ratio
+        left = mx.maximum(mx.exp(log_p[:, :k]) - mx.exp(log_q), 0)
+        left = mx.concatenate([left, mx.exp(log_p[:, k:])], axis=1)
+        own = mx.random.categorical(mx.log(left), key=key_own)
+    confirmed = mx.cumprod(holds.astype(mx.int32), axis=1).sum(axis=1)
+    padded = mx.concatenate([drafts, drafts[:, -1:]], axis=1)
+    return confirmed, mx.where(mx.arange(k + 1)[None] < confirmed[:, None], padded, own)
+
+
+def log_probs(logits: mx.array, temperature: float) -> mx.array:
+    """Log of the softmax at a temperature, float32."""
+    logits = logits.astype(mx.float32) / temperature
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 
 def decode(

@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -60,7 +60,7 @@ def _as_they_end(pool: ProcessPoolExecutor, tasks: Iterator[Task], ahead: int) -
                 task = next(tasks, None)
                 more = task is not None
                 if more:
-                    pending.add(pool.submit(*task))
+                    pending.add(_submit(pool, task))
             if pending:
                 done, pending = wait(pending, return_when=FIRST_COMPLETED)
                 for future in done:
@@ -71,9 +71,18 @@ def _as_they_end(pool: ProcessPoolExecutor, tasks: Iterator[Task], ahead: int) -
         ) from None
 
 
+def _submit(pool: ProcessPoolExecutor, task: Task) -> Future:
+    """Submits a task, which may start a worker: with Ctrl-C held back, so that workers inherit that and leave it to
+    this process."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return pool.submit(*task)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _start(reader: Connection) -> None:
-    """In a worker: leaves Ctrl-C to the parent, and goes when the parent closes its end of the pipe or dies."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """In a worker: it goes when the parent closes its end of the pipe or dies."""
     threading.Thread(target=_leave_with_parent, args=(reader,), daemon=True).start()
 
 
