@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm.generate import generate_step
 from mlx_lm.models.base import create_causal_mask
 from mlx_lm.utils import load_model, load_tokenizer
-from numpy_forward import forward, mtp_forward
+from numpy_forward import forward, mtp_forward, sinkhorn
 
 TINY, DEMO = REFERENCE / "tiny-motif3", REFERENCE / "demo-motif3"
 TINY_CONFIG = json.loads((TINY / "config.json").read_text())
@@ -517,24 +517,16 @@ def test_sinkhorn(architecture, rounds):
     assert_unit(architecture.sinkhorn(mx.exp(logits), rounds), f"unit.sinkhorn.out_{rounds}")
 
 
-def test_mhc_gates_clip_their_logits(tiny):
-    """Gates of 10 and of 1000 are the same gate, and so are residual logits of 20 and of 1000."""
-    block, streams = tiny.layers[0].mhc_attn, mx.ones((1, 1, 4, TINY_CONFIG["hidden_size"]))
-    kept = {name: block[f"bias_{name}"] for name in ("pre", "post", "res")}
-    corner = mx.zeros((4, 4)).at[0, 0].add(1)
-    try:
-        gates = []
-        for gate, residual in ((1e3, 1e3), (1e6, 1e6)):
-            block.bias_pre, block.bias_post, block.bias_res = mx.full(4, gate), mx.full(4, -gate), residual * corner
-            gates.append(block.gates(streams))
-    finally:
-        for name, bias in kept.items():
-            block[f"bias_{name}"] = bias
-    (h_pre, h_post, h_res), again = gates
-    assert [off_by(a, b) for a, b in zip(gates[0], again, strict=True)] == [0, 0, 0]
-    np.testing.assert_allclose(f64(h_pre), 1 / (1 + np.exp(-10)), rtol=1e-6)
-    np.testing.assert_allclose(f64(h_post), 1 / (1 + np.exp(10)), rtol=1e-5)
-    assert 0 < f64(h_res).min() < 1e-6
+def test_mhc_gates_clip_their_logits(architecture):
+    """Gate logits of 1e3 and 1e6 both count as 10, residual ones as 20."""
+    block, n = architecture.HyperConnection(architecture.ModelArgs.from_dict(TINY_CONFIG)), 4
+    corner, streams = mx.zeros((n, n)).at[0, 0].add(1), mx.ones((1, 1, n, TINY_CONFIG["hidden_size"]))
+    for logit in (1e3, 1e6):
+        block.bias_pre, block.bias_post, block.bias_res = mx.full(n, logit), mx.full(n, -logit), logit * corner
+        h_pre, h_post, h_res = (f64(x) for x in block.gates(streams))
+        np.testing.assert_allclose(h_pre, 1 / (1 + np.exp(-10)), rtol=1e-6)
+        np.testing.assert_allclose(h_post, 1 / (1 + np.exp(10)), rtol=1e-5)
+        assert off_by(h_res[0, 0], sinkhorn(np.array(20 * corner), TINY_CONFIG["mhc_sinkhorn_iters"])) < 1e-6
 
 
 def test_rmsnorm(tiny, architecture):

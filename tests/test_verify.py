@@ -561,7 +561,7 @@ import os, time
 from motif_convert.validate.pool import results
 
 if __name__ == "__main__":
-    with results([(abs, -1)] + [(time.sleep, 100)] * 9, workers=2) as done:
+    with results([(abs, -1)] + [(time.sleep, 100)] * 9, workers=4) as done:  # some still starting
         print("working", next(done), flush=True)
         next(done)
 """
