@@ -59,14 +59,17 @@ class Checkpoint:
     index_sha256: str | None
     _files: dict[str, int] = field(default_factory=dict)
 
-    def read(self, name: str, start: int, count: int) -> np.ndarray:
+    def read(self, name: str, start: int, count: int, into: np.ndarray | None = None) -> np.ndarray:
         """Bytes [start, start + count) of a tensor, as uint8.
 
+        Args:
+            into: uint8, at least `count`, to read into and to return the front of; a new array if None. Fresh
+                memory costs as much as the reading.
         Raises:
             SourceError: the shard could not be read, or ended early.
         """
         info = self.tensors[name]
-        buffer = np.empty(count, np.uint8)
+        buffer = np.empty(count, np.uint8) if into is None else into[:count]
         view, done = memoryview(buffer), 0
         try:
             if info.shard not in self._files:

@@ -12,7 +12,7 @@ from .checkpoint import Checkpoint
 from .nvfp4 import BLOCK_SCALES, check_block_scales, expert_scales
 from .plan import Module
 
-BLOCK_BYTES = 16 << 20  # of source, read and quantized at once
+BLOCK_BYTES = 4 << 20  # of source, read and quantized at once
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,13 @@ def row_runs(module: Module, row_bytes: int, matrix: int | None = None) -> Itera
             yield Rows(index, first, min(step, end - first))
 
 
-def read_rows(checkpoint: Checkpoint, module: Module, source: str, row_bytes: int, run: Rows) -> np.ndarray:
-    """The bytes of a run of rows: uint8 [count, row_bytes]."""
+def read_rows(
+    checkpoint: Checkpoint, module: Module, source: str, row_bytes: int, run: Rows, into: np.ndarray | None = None
+) -> np.ndarray:
+    """The bytes of a run of rows: uint8 [count, row_bytes], in `into` if given (see `Checkpoint.read`)."""
     rows = module.source_shape[-2] if len(module.source_shape) > 1 else 1
     start = (run.matrix * rows + run.first) * row_bytes
-    return checkpoint.read(source, start, run.count * row_bytes).reshape(run.count, row_bytes)
+    return checkpoint.read(source, start, run.count * row_bytes, into).reshape(run.count, row_bytes)
 
 
 def blocks(module: Module, checkpoint: Checkpoint, matrix: int | None = None) -> Iterator[np.ndarray]:

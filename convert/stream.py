@@ -5,6 +5,7 @@ its codes in the file.
 """
 
 from collections.abc import Callable
+from itertools import cycle
 from math import prod
 
 import numpy as np
@@ -15,7 +16,7 @@ from .checkpoint import Checkpoint
 from .journal import Journal
 from .nvfp4 import SPAN, expert_scales
 from .plan import Module, Plan
-from .rows import blocks, read_block_scales, read_rows, row_runs
+from .rows import BLOCK_BYTES, blocks, read_block_scales, read_rows, row_runs
 from .shards import HashedFile, new_file, shard_header
 
 
@@ -73,8 +74,10 @@ def _write_quantized(module: Module, checkpoint: Checkpoint, file: HashedFile, p
 def _write_nvfp4(module: Module, checkpoint: Checkpoint, file: HashedFile, progress) -> None:
     """Codes and block scales byte for byte: MLX packs both as the vendor does."""
     width = module.source_shape[-1]
+    # Two buffers in turn: while one is written and hashed, the next is read.
+    buffers = cycle([np.empty(max(BLOCK_BYTES, width), np.uint8) for _ in range(2)])
     for run in row_runs(module, width // 2):
-        codes = read_rows(checkpoint, module, module.source, width // 2, run)
+        codes = read_rows(checkpoint, module, module.source, width // 2, run, next(buffers))
         file.write(codes)
         progress(codes.nbytes)
     file.write(expert_scales(checkpoint, module.source) * SPAN)
