@@ -172,14 +172,15 @@ def test_mtp_policies():
     } == MTP_POLICIES
 
 
-def test_as_dict_has_all_that_decides_the_output():
+def test_as_dict_is_the_whole_recipe():
     made = Recipe(
-        "r", "what for", "fp16", recipe((("a", "b"), Q4), ("*", KEEP, True), ("c", Float("F32"))).rules, "f.yaml"
+        "r", "what for", "fp16", recipe((("a", "b"), Q4), ("*", KEEP, True), ("c", Float("F32"))).rules, "f.yaml", 0.7
     )
     assert made.as_dict() == {
         "name": "r",
         "description": "what for",
         "mtp": "fp16",
+        "min_acceptance": 0.7,
         "rules": [
             {"match": ["a", "b"], "group_size": 64, "bits": 4, "mode": "affine"},
             {"match": ["*"], "dtype": "source", "optional": True},
