@@ -57,6 +57,28 @@ SMALL_CONFIG = {
 }
 
 
+# The published sizes of the real Motif-3, under the keys of config.json.
+REAL_SIZES = {
+    "vocab_size": 220160,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 53,
+    "num_attention_heads": 80,
+    "num_key_value_heads": 16,
+    "num_noise_heads": 16,
+    "head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "q_lora_rank": 1024,
+    "kv_lora_rank": 512,
+    "moe_intermediate_size": 1280,
+    "num_experts": 384,
+    "experts_top_k": 8,
+    "n_dense_first_layers": 2,
+    "sliding_window": 128,
+}
+
+
 def random_weights(config: dict, seed: int = 0) -> dict[str, np.ndarray]:
     """BF16 weights (as uint16) of every tensor that the config describes; norms near 1, matrices scaled."""
     rng = np.random.default_rng(seed)
@@ -143,21 +165,4 @@ def built(tmp_path_factory):
 @pytest.fixture(scope="session")
 def real_config() -> dict:
     """config.json of the real Motif-3: the tiny one's keys, the published sizes."""
-    return json.loads((REFERENCE / "tiny-motif3" / "config.json").read_text()) | {
-        "vocab_size": 220160,
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 53,
-        "num_attention_heads": 80,
-        "num_key_value_heads": 16,
-        "num_noise_heads": 16,
-        "head_dim": 192,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "q_lora_rank": 1024,
-        "kv_lora_rank": 512,
-        "moe_intermediate_size": 1280,
-        "num_experts": 384,
-        "experts_top_k": 8,
-        "sliding_window": 128,
-    }
+    return json.loads((REFERENCE / "tiny-motif3" / "config.json").read_text()) | REAL_SIZES

@@ -6,31 +6,12 @@ import re
 from math import prod
 
 import pytest
-from conftest import REFERENCE, SMALL_CONFIG, read_safetensors
+from conftest import REAL_SIZES, REFERENCE, SMALL_CONFIG, read_safetensors
 from motif_convert.convert.names import FAMILIES, FIXED, PROJECTION, entries
 
 TINY_CONFIG = json.loads((REFERENCE / "tiny-motif3" / "config.json").read_text())
 
-# The published numbers of the real model, under the keys that the tiny one shares with it.
-REAL_CONFIG = TINY_CONFIG | {
-    "vocab_size": 220160,
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 53,
-    "num_attention_heads": 80,
-    "num_key_value_heads": 16,
-    "num_noise_heads": 16,
-    "head_dim": 192,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "q_lora_rank": 1024,
-    "kv_lora_rank": 512,
-    "moe_intermediate_size": 1280,
-    "num_experts": 384,
-    "experts_top_k": 8,
-    "n_dense_first_layers": 2,
-    "sliding_window": 128,
-}
+REAL_CONFIG = TINY_CONFIG | REAL_SIZES
 
 
 def inventory() -> dict[str, tuple[str, tuple[int, ...], str]]:

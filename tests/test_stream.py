@@ -17,7 +17,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from conftest import REFERENCE, SMALL_CONFIG, motif_convert, random_weights, write_checkpoint
+from conftest import REAL_SIZES, REFERENCE, SMALL_CONFIG, motif_convert, random_weights, write_checkpoint
 from motif_convert.convert.names import entries
 from motif_convert.convert.repo import write_repo
 from motif_convert.convert.shards import new_file
@@ -416,26 +416,8 @@ def test_value_that_float16_has(value, tmp_path):
 # --- one layer of the real size ---
 
 REAL_EXPERTS = (0, 205, 383)  # the first, one from where Metal goes wrong in others' builds, the last
-REAL_CONFIG = SMALL_CONFIG | {
-    "vocab_size": 512,
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 1,
-    "n_dense_first_layers": 0,
-    "num_attention_heads": 80,
-    "num_key_value_heads": 16,
-    "num_noise_heads": 16,
-    "head_dim": 192,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "q_lora_rank": 1024,
-    "kv_lora_rank": 512,
-    "moe_intermediate_size": 1280,
-    "num_experts": 384,
-    "experts_top_k": 8,
-    "mhc_expansion_rate": 4,
-    "num_nextn_predict_layers": 0,
-}
+ONE_REAL_LAYER = {"vocab_size": 512, "num_hidden_layers": 1, "n_dense_first_layers": 0, "mhc_expansion_rate": 4}
+REAL_CONFIG = SMALL_CONFIG | REAL_SIZES | ONE_REAL_LAYER | {"num_nextn_predict_layers": 0}
 MEASURE = """
 import resource, subprocess, sys
 code = subprocess.call(sys.argv[1:])
