@@ -6,7 +6,8 @@ from math import prod
 
 import numpy as np
 
-from ..quantize.kernels import RAW_DTYPES, nvfp4_decode
+from ..quantize import fp4
+from ..quantize.kernels import RAW_DTYPES
 from ..quantize.precision import DTYPE_BYTES, NVFP4
 from .checkpoint import Checkpoint
 from .nvfp4 import BLOCK_SCALES, check_block_scales, expert_scales
@@ -57,7 +58,7 @@ def blocks(module: Module, checkpoint: Checkpoint, matrix: int | None = None) ->
         scales = expert_scales(checkpoint, module.source)
         for run in row_runs(module, width * DTYPE_BYTES["BF16"], matrix):
             codes = read_rows(checkpoint, module, module.source, width // 2, run)
-            yield nvfp4_decode(codes, read_block_scales(checkpoint, module, run), scales[run.matrix])
+            yield fp4.decode(codes, read_block_scales(checkpoint, module, run), scales[run.matrix])
         return
     row_bytes = width * DTYPE_BYTES[module.source_dtype]
     for run in row_runs(module, row_bytes, matrix):

@@ -4,13 +4,14 @@ Memory is bounded by one block of rows, and by the scales and biases of one modu
 its codes in the file.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from itertools import cycle
 from math import prod
 
 import numpy as np
 
-from ..quantize.kernels import RAW_DTYPES, affine_quantize, cast
+from ..quantize.kernels import RAW_DTYPES, affine_quantize, cast, why_not_compiled
 from ..quantize.precision import NVFP4, Quantized
 from .checkpoint import Checkpoint
 from .journal import Journal
@@ -40,6 +41,16 @@ def write_shards(plan: Plan, checkpoint: Checkpoint, journal: Journal, progress:
                 _write_module(module, checkpoint, file, lambda n, name=name: progress(n, name))
         journal.shards[name] = file.written()
         journal.save()
+
+
+def left_to_mlx(plan: Plan) -> dict[str, int]:
+    """What the compiled kernels can't do of a plan: the reason, and the bytes of source that `mx.quantize` gets."""
+    reasons = Counter()
+    for m in plan.modules:
+        if isinstance(m.precision, Quantized) and m.precision.mode == "affine":
+            reasons[why_not_compiled(m.float_dtype, m.precision)] += m.source_nbytes
+    del reasons[""]
+    return dict(reasons)
 
 
 def _write_module(module: Module, checkpoint: Checkpoint, file: HashedFile, progress) -> None:

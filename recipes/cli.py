@@ -255,15 +255,18 @@ def _show_evidence(out: Path, evidence: dict) -> None:
 
 
 def _convert(source, bits, recipe, mtp, keep_mtp_fp16, experts, out):
+    from ..convert.stream import left_to_mlx
     from . import pipeline
     from .progress import Progress
-    from .show import experts_sentence, mtp_sentence
+    from .show import experts_sentence, human_bytes, mtp_sentence
 
     recipe, mtp = _recipe(bits, recipe), _mtp(mtp, keep_mtp_fp16)
     out = pipeline.default_out(source, recipe, mtp) if out is None else out
     pipeline.check_unused(out)
     job = pipeline.prepare(source, recipe, mtp, experts)
     _show_plan(job, _say)
+    for reason, nbytes in left_to_mlx(job.plan).items():
+        _say(f"{human_bytes(nbytes)} of source go through mx.quantize, slowly and to the same bytes: {reason}.")
     progress = Progress(job.source_bytes, "convert")
     try:
         losses = pipeline.convert(job, out, progress)

@@ -45,6 +45,21 @@ def convert(source: Path, out: Path, *options: str) -> None:
     cli.main(["convert", "--source", str(source), "--out", str(out), *options], standalone_mode=False)
 
 
+# --- the compiled kernels, and the way round them ---
+
+
+@pytest.mark.parametrize("source", ["tiny-motif3", "tiny-motif3-nvfp4"])
+def test_the_same_bytes_without_compiled_kernels(source, built, tmp_path):
+    source = REFERENCE / source
+    options = ("--bits", "4.5", *(("--experts", "affine") if source.name.endswith("nvfp4") else ()))
+    result = motif_convert(
+        *("convert", "--source", source, "--out", tmp_path / "out", *options), env={"NUMBA_DISABLE_JIT": "1"}
+    )
+    assert "go through mx.quantize" in result.stderr
+    assert "numba can't compile the kernel here" in result.stderr
+    assert not differing(tmp_path / "out", built(source, *options))
+
+
 # --- kill -9, at moments that cannot be hit from outside ---
 
 # Copies the output folder before each of its files is opened, takes its name, or goes: what a kill
