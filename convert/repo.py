@@ -106,7 +106,6 @@ def _provenance(plan: Plan, source: Source, losses: Losses, written: dict[str, W
             "requantized": losses.requantized.as_dict() if losses.requantized else None,
         },
         "plan_hash": plan.plan_hash,
-        "quantizer": {"mlx": version("mlx"), "device": "cpu"},
         "total_bytes": plan.total_bytes,
         "total_parameters": plan.total_parameters,
         "bits_per_weight": plan.bits_per_weight,

@@ -126,7 +126,7 @@ def build_text(found: dict) -> str:
         lines += [
             f"Source: {source['id']}{revision}",
             f"Recipe: {made['recipe']['name']}",
-            f"Made by: {made['converter']['name']} {made['converter']['version']}, mlx {made['quantizer']['mlx']}",
+            f"Made by: {made['converter']['name']} {made['converter']['version']}",
             f"Plan: {made['plan_hash']}",
         ]
     return "\n".join(lines)

@@ -14,7 +14,6 @@ PROVENANCE_KEYS = {
     "recipe": {"name"},
     "mtp": {"policy"},
     "converter": {"name", "version"},
-    "quantizer": {"mlx"},
 }
 PARTS = (".scales", ".biases", ".global_scale")
 
