@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
+from threading import Lock
 
 import numpy as np
 
@@ -58,9 +59,10 @@ class Checkpoint:
     config_sha256: str
     index_sha256: str | None
     _files: dict[str, int] = field(default_factory=dict)
+    _lock: Lock = field(default_factory=Lock)
 
     def read(self, name: str, start: int, count: int, into: np.ndarray | None = None) -> np.ndarray:
-        """Bytes [start, start + count) of a tensor, as uint8.
+        """Bytes [start, start + count) of a tensor, as uint8. Threads may read side by side.
 
         Args:
             into: uint8, at least `count`, to read into and to return the front of; a new array if None. Fresh
@@ -72,10 +74,9 @@ class Checkpoint:
         buffer = np.empty(count, np.uint8) if into is None else into[:count]
         view, done = memoryview(buffer), 0
         try:
-            if info.shard not in self._files:
-                self._files[info.shard] = os.open(self.folder / info.shard, os.O_RDONLY)
+            fd = self._open(info.shard)
             while done < count:
-                got = os.preadv(self._files[info.shard], [view[done:]], info.offset + start + done)
+                got = os.preadv(fd, [view[done:]], info.offset + start + done)
                 if got == 0:
                     raise SourceError(
                         f"{info.shard}: ended while {name} was read; the file has changed: download it again"
@@ -84,6 +85,12 @@ class Checkpoint:
         except OSError as e:
             raise SourceError(f"{info.shard}: {name} could not be read: {e.strerror}") from e
         return buffer
+
+    def _open(self, shard: str) -> int:
+        with self._lock:
+            if shard not in self._files:
+                self._files[shard] = os.open(self.folder / shard, os.O_RDONLY)
+            return self._files[shard]
 
     def close(self) -> None:
         for fd in self._files.values():

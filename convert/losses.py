@@ -11,7 +11,8 @@ from ..quantize.precision import NVFP4, Quantized
 from .checkpoint import Checkpoint
 from .nvfp4 import expert_scales
 from .plan import Module, Plan
-from .rows import blocks, read_block_scales, read_rows, row_runs
+from .rows import blocks, float_runs, read_block_scales, read_rows
+from .workers import Buffers
 
 
 @dataclass
@@ -106,9 +107,9 @@ def _requantization_error(module: Module, checkpoint: Checkpoint, expert: int) -
     width, precision = module.source_shape[-1], module.precision
     error = power = 0.0
     decoded = blocks(module, checkpoint, expert)
-    for run, block in zip(row_runs(module, 2 * width, expert), decoded, strict=True):
+    for run, block in zip(float_runs(module, expert), decoded, strict=True):
         codes = read_rows(checkpoint, module, module.source, width // 2, run)
-        exact = nvfp4_dequantize(codes, read_block_scales(checkpoint, module, run), scales[expert])
+        exact = nvfp4_dequantize(codes, read_block_scales(checkpoint, module, run, Buffers()), scales[expert])
         made = affine_quantize(block, "BF16", precision)
         values = affine_dequantize(
             made[".weight"], made[".scales"], made[".biases"], precision.bits, precision.group_size, "BF16"

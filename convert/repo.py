@@ -36,6 +36,7 @@ def write_repo(
     out: Path,
     card: Callable[[Losses], str],
     progress: Callable[[int, str], None],
+    workers: int | None = None,
 ) -> Losses:
     """Converts `checkpoint` into the MLX repository `out`, or goes on with an interrupted run.
 
@@ -44,6 +45,7 @@ def write_repo(
     Args:
         card: makes README.md.
         progress: called with bytes of source done and the name of the shard.
+        workers: threads that read and quantize; None for one a processor.
     Returns:
         What casting the MTP head and quantizing NVFP4 experts again cost.
     Raises:
@@ -63,7 +65,7 @@ def write_repo(
     with sole_run(out):
         journal = open_journal(out, plan, version("motif-convert"))
         try:
-            write_shards(plan, checkpoint, journal, progress)
+            write_shards(plan, checkpoint, journal, progress, workers)
         except SourceError:
             if not journal.shards:
                 journal.discard()

@@ -1,6 +1,6 @@
 """Reads a module's source in bounded runs of rows, as floats whatever the layout."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 
@@ -12,8 +12,9 @@ from ..quantize.precision import DTYPE_BYTES, NVFP4
 from .checkpoint import Checkpoint
 from .nvfp4 import BLOCK_SCALES, check_block_scales, expert_scales
 from .plan import Module
+from .workers import Buffers
 
-BLOCK_BYTES = 4 << 20  # of source, read and quantized at once
+BLOCK_BYTES = 2 << 20  # of source, read and quantized at once
 
 
 @dataclass(frozen=True)
@@ -51,23 +52,44 @@ def read_rows(
     return checkpoint.read(source, start, run.count * row_bytes, into).reshape(run.count, row_bytes)
 
 
+def float_runs(module: Module, matrix: int | None = None) -> Iterator[Rows]:
+    """The runs in which a module's source is read as floats; see `row_runs`."""
+    return row_runs(module, module.source_shape[-1] * DTYPE_BYTES[module.float_dtype], matrix)
+
+
+def float_reader(module: Module, checkpoint: Checkpoint) -> Callable[[Rows, Buffers], np.ndarray]:
+    """A function that reads a run of rows as raw floats [count, K], in buffers; NVFP4 is decoded to BF16.
+
+    It may be called from several threads.
+    """
+    width, dtype = module.source_shape[-1], RAW_DTYPES[module.float_dtype]
+    if module.source_dtype != "NVFP4":
+        row_bytes = width * dtype.itemsize
+        return lambda run, buffers: read_rows(
+            checkpoint, module, module.source, row_bytes, run, buffers.array("floats", "u1", (run.count * row_bytes,))
+        ).view(dtype)
+    scales = expert_scales(checkpoint, module.source)
+
+    def read(run: Rows, buffers: Buffers) -> np.ndarray:
+        into = buffers.array("codes", "u1", (run.count * width // 2,))
+        codes = read_rows(checkpoint, module, module.source, width // 2, run, into)
+        block_scales = read_block_scales(checkpoint, module, run, buffers)
+        return fp4.decode(codes, block_scales, scales[run.matrix], buffers.array("floats", dtype, (run.count, width)))
+
+    return read
+
+
 def blocks(module: Module, checkpoint: Checkpoint, matrix: int | None = None) -> Iterator[np.ndarray]:
-    """A module's source, in order, as raw float arrays [rows, K]; NVFP4 is decoded to BF16."""
-    width = module.source_shape[-1]
-    if module.source_dtype == "NVFP4":
-        scales = expert_scales(checkpoint, module.source)
-        for run in row_runs(module, width * DTYPE_BYTES["BF16"], matrix):
-            codes = read_rows(checkpoint, module, module.source, width // 2, run)
-            yield fp4.decode(codes, read_block_scales(checkpoint, module, run), scales[run.matrix])
-        return
-    row_bytes = width * DTYPE_BYTES[module.source_dtype]
-    for run in row_runs(module, row_bytes, matrix):
-        yield read_rows(checkpoint, module, module.source, row_bytes, run).view(RAW_DTYPES[module.source_dtype])
+    """A module's source, in order, as raw float arrays [rows, K], each an array of its own."""
+    read = float_reader(module, checkpoint)
+    for run in float_runs(module, matrix):
+        yield read(run, Buffers())
 
 
-def read_block_scales(checkpoint: Checkpoint, module: Module, run: Rows) -> np.ndarray:
+def read_block_scales(checkpoint: Checkpoint, module: Module, run: Rows, buffers: Buffers) -> np.ndarray:
     """The block scales of a run of rows of an NVFP4 stack: E4M3 bits, uint8 [count, K / 16], checked."""
     width = module.source_shape[-1] // NVFP4.group_size
-    scales = read_rows(checkpoint, module, module.source + BLOCK_SCALES, width, run)
+    into = buffers.array("block scales", "u1", (run.count * width,))
+    scales = read_rows(checkpoint, module, module.source + BLOCK_SCALES, width, run, into)
     check_block_scales(scales, module.source, run.matrix, run.first)
     return scales

@@ -9,12 +9,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 from ..quantize.errors import OutputError
 from .plan import Module, Plan
 
 METADATA = {"format": "mlx"}
+TAKE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class HashedFile:
     What is written must not change until the next call; one block is hashed at a time.
     """
 
-    def __init__(self, handle: BinaryIO, path: Path):
-        self._handle, self._path = handle, path
+    def __init__(self, fd: int, path: Path):
+        self._fd, self._path = fd, path
         self._hash = hashlib.sha256()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sha256")
         self._hashing: Future | None = None
@@ -46,9 +46,28 @@ class HashedFile:
         view = memoryview(data).cast("B")
         self._wait()
         self._hashing = self._thread.submit(self._hash.update, view)
-        with _writing(self._path):
-            self._handle.write(view)
+        self.write_at(self.size, view)
         self.size += view.nbytes
+
+    def write_at(self, offset: int, data) -> None:
+        """Writes ahead of `size`, where `take` will find it."""
+        view, done = memoryview(data).cast("B"), 0
+        with _writing(self._path):
+            while done < view.nbytes:
+                done += os.pwrite(self._fd, view[done:], offset + done)
+
+    def take(self, count: int) -> None:
+        """Appends the next `count` bytes, which are in the file already: they are read back and hashed."""
+        self._wait()
+        buffer = bytearray(min(count, TAKE_BYTES))
+        while count:
+            view = memoryview(buffer)[:count]
+            with _writing(self._path):
+                got = os.preadv(self._fd, [view], self.size)
+            if got == 0:
+                raise OutputError(f"{self._path}: became shorter while it was written")
+            self._hash.update(view[:got])
+            self.size, count = self.size + got, count - got
 
     def _wait(self) -> None:
         if self._hashing is not None:
@@ -84,16 +103,15 @@ def new_file(path: Path) -> Iterator[HashedFile]:
     partial = path.with_name(f".{path.name}.partial")
     try:
         with _writing(path):
-            handle = partial.open("wb")
-        with handle:
-            file = HashedFile(handle, path)
-            try:
-                yield file
-                with _writing(path):
-                    handle.flush()
-                    os.fsync(handle.fileno())
-            finally:
-                file.close()
+            fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+        file = HashedFile(fd, path)
+        try:
+            yield file
+            with _writing(path):
+                os.fsync(fd)
+        finally:
+            file.close()
+            os.close(fd)
         with _writing(path):
             os.replace(partial, path)
             sync_folder(path.parent)

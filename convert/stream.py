@@ -1,13 +1,11 @@
 """Runs a Plan: weights are read once, transformed, and written once, shard by shard.
 
-Memory is bounded by one block of rows, and by the scales and biases of one module, which stand behind
-its codes in the file.
+Threads read and quantize runs of rows ahead of the one that writes. Memory is bounded by their buffers.
 """
 
 from collections import Counter
 from collections.abc import Callable
-from itertools import cycle
-from math import prod
+from itertools import accumulate
 
 import numpy as np
 
@@ -17,30 +15,39 @@ from .checkpoint import Checkpoint
 from .journal import Journal
 from .nvfp4 import SPAN, expert_scales
 from .plan import Module, Plan
-from .rows import BLOCK_BYTES, blocks, read_block_scales, read_rows, row_runs
+from .rows import Rows, float_reader, float_runs, read_block_scales, read_rows, row_runs
 from .shards import HashedFile, new_file, shard_header
+from .workers import Buffers, Workers, processors
 
 
-def write_shards(plan: Plan, checkpoint: Checkpoint, journal: Journal, progress: Callable[[int, str], None]) -> None:
+def write_shards(
+    plan: Plan,
+    checkpoint: Checkpoint,
+    journal: Journal,
+    progress: Callable[[int, str], None],
+    workers: int | None = None,
+) -> None:
     """Writes every shard of the plan that the journal lacks.
 
     Args:
         progress: called with bytes of source done and the shard's name.
+        workers: threads that read and quantize; None for one a processor. The bytes do not depend on it.
     Raises:
         SourceError, OutputError.
     """
-    for name, modules in plan.shards.items():
-        path = journal.path.parent / name
-        done = journal.shards.get(name)
-        if done and path.is_file() and path.stat().st_size == done.size:
-            progress(sum(m.source_nbytes for m in modules), name)
-            continue
-        with new_file(path) as file:
-            file.write(shard_header(modules))
-            for module in modules:
-                _write_module(module, checkpoint, file, lambda n, name=name: progress(n, name))
-        journal.shards[name] = file.written()
-        journal.save()
+    with Workers(workers or processors()) as threads:
+        for name, modules in plan.shards.items():
+            path = journal.path.parent / name
+            done = journal.shards.get(name)
+            if done and path.is_file() and path.stat().st_size == done.size:
+                progress(sum(m.source_nbytes for m in modules), name)
+                continue
+            with new_file(path) as file:
+                file.write(shard_header(modules))
+                for module in modules:
+                    _write_module(module, checkpoint, file, threads, lambda n, name=name: progress(n, name))
+            journal.shards[name] = file.written()
+            journal.save()
 
 
 def left_to_mlx(plan: Plan) -> dict[str, int]:
@@ -53,46 +60,65 @@ def left_to_mlx(plan: Plan) -> dict[str, int]:
     return dict(reasons)
 
 
-def _write_module(module: Module, checkpoint: Checkpoint, file: HashedFile, progress) -> None:
+def _write_module(module: Module, checkpoint: Checkpoint, file: HashedFile, threads: Workers, progress) -> None:
     if module.precision == NVFP4:
-        _write_nvfp4(module, checkpoint, file, progress)
+        _write_nvfp4(module, checkpoint, file, threads, progress)
     elif isinstance(module.precision, Quantized):
-        _write_quantized(module, checkpoint, file, progress)
+        _write_quantized(module, checkpoint, file, threads, progress)
     else:
-        (stored,) = module.stored
-        for block in blocks(module, checkpoint):
-            if stored.dtype != module.float_dtype:
-                block, _ = cast(block, module.float_dtype, stored.dtype)
-            file.write(block)
-            progress(block.size * module.source_nbytes // module.parameters)
+        _write_floats(module, checkpoint, file, threads, progress)
 
 
-def _write_quantized(module: Module, checkpoint: Checkpoint, file: HashedFile, progress) -> None:
-    later = {t.name: np.empty(prod(t.shape), RAW_DTYPES[t.dtype]) for t in module.stored[1:]}
-    at = 0
-    for block in blocks(module, checkpoint):
-        made = affine_quantize(block, module.float_dtype, module.precision)
+def _write_floats(module: Module, checkpoint: Checkpoint, file: HashedFile, threads: Workers, progress) -> None:
+    (stored,), read = module.stored, float_reader(module, checkpoint)
+
+    def floats(run: Rows, buffers: Buffers) -> np.ndarray:
+        rows = read(run, buffers)
+        return rows if stored.dtype == module.float_dtype else cast(rows, module.float_dtype, stored.dtype)[0]
+
+    for rows in threads.in_order(floats, float_runs(module)):
+        file.write(rows)
+        progress(rows.size * module.source_nbytes // module.parameters)
+
+
+def _write_quantized(module: Module, checkpoint: Checkpoint, file: HashedFile, threads: Workers, progress) -> None:
+    """Scales and biases stand behind all codes in the file; they go to their places at once, so that none are held."""
+    read, precision = float_reader(module, checkpoint), module.precision
+    ends = list(accumulate((t.nbytes for t in module.stored), initial=file.size))
+    places = {".scales": ends[1], ".biases": ends[2]}
+
+    def quantize(run: Rows, buffers: Buffers) -> dict[str, np.ndarray]:
+        into = {
+            suffix: buffers.array(suffix, RAW_DTYPES[t.dtype], (run.count, t.shape[-1]))
+            for suffix, t in zip((".weight", *places), module.stored, strict=True)
+        }
+        return affine_quantize(read(run, buffers), module.float_dtype, precision, into)
+
+    for made in threads.in_order(quantize, float_runs(module)):
+        for suffix in places:
+            file.write_at(places[suffix], made[suffix])
+            places[suffix] += made[suffix].nbytes
         file.write(made[".weight"])
-        groups = made[".scales"].size
-        for suffix in (".scales", ".biases"):
-            later[module.path + suffix][at : at + groups] = made[suffix].reshape(-1)
-        at += groups
-        progress(block.size * module.source_nbytes // module.parameters)
-    for values in later.values():
-        file.write(values)
+        progress(len(made[".weight"]) * module.shape[-1] * module.source_nbytes // module.parameters)
+    file.take(ends[-1] - ends[1])
 
 
-def _write_nvfp4(module: Module, checkpoint: Checkpoint, file: HashedFile, progress) -> None:
+def _write_nvfp4(module: Module, checkpoint: Checkpoint, file: HashedFile, threads: Workers, progress) -> None:
     """Codes and block scales byte for byte: MLX packs both as the vendor does."""
     width = module.source_shape[-1]
-    # Two buffers in turn: while one is written and hashed, the next is read.
-    buffers = cycle([np.empty(max(BLOCK_BYTES, width), np.uint8) for _ in range(2)])
-    for run in row_runs(module, width // 2):
-        codes = read_rows(checkpoint, module, module.source, width // 2, run, next(buffers))
-        file.write(codes)
-        progress(codes.nbytes)
+
+    def codes(run: Rows, buffers: Buffers) -> np.ndarray:
+        into = buffers.array("codes", "u1", (run.count * width // 2,))
+        return read_rows(checkpoint, module, module.source, width // 2, run, into)
+
+    def block_scales(run: Rows, buffers: Buffers) -> np.ndarray:
+        return read_block_scales(checkpoint, module, run, buffers)
+
+    def copy(read, row_bytes: int) -> None:
+        for rows in threads.in_order(read, row_runs(module, row_bytes)):
+            file.write(rows)
+            progress(rows.nbytes)
+
+    copy(codes, width // 2)
     file.write(expert_scales(checkpoint, module.source) * SPAN)
-    for run in row_runs(module, width // NVFP4.group_size):
-        scales = read_block_scales(checkpoint, module, run)
-        file.write(scales)
-        progress(scales.nbytes)
+    copy(block_scales, width // NVFP4.group_size)

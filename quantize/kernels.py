@@ -6,12 +6,14 @@ Tensors travel as raw numpy arrays: BF16, which numpy lacks, as the uint16 of it
 import numpy as np
 
 from . import affine
-from .precision import Quantized
+from .precision import Quantized, stored_tensors
 
-RAW_DTYPES = {"BF16": np.dtype("<u2"), "F16": np.dtype("<f2"), "F32": np.dtype("<f4")}
+RAW_DTYPES = {"BF16": np.dtype("<u2"), "F16": np.dtype("<f2"), "F32": np.dtype("<f4"), "U32": np.dtype("<u4")}
 
 
-def affine_quantize(rows: np.ndarray, dtype: str, precision: Quantized) -> dict[str, np.ndarray]:
+def affine_quantize(
+    rows: np.ndarray, dtype: str, precision: Quantized, into: dict[str, np.ndarray] | None = None
+) -> dict[str, np.ndarray]:
     """Quantizes rows exactly as `mx.quantize` does on its CPU device.
 
     Groups don't reach across rows, so any chunking of a tensor into rows gives the bits of the whole.
@@ -20,16 +22,19 @@ def affine_quantize(rows: np.ndarray, dtype: str, precision: Quantized) -> dict[
         rows: raw [N, K] of `dtype`, C-contiguous.
         dtype: "BF16", "F16" or "F32".
         precision: its group size divides K.
+        into: arrays as they are returned, to write to; new ones if None.
     Returns:
         `.weight` uint32 [N, K * bits / 32]; `.scales`, `.biases` raw `dtype` [N, K / group_size].
     """
-    if why_not_compiled(dtype, precision):
-        return _mlx_quantize(rows, dtype, precision)
-    (n, k), bits, size = rows.shape, precision.bits, precision.group_size
-    packed = np.empty((n, k * bits // 32), np.uint32)
-    scales, biases = np.empty((n, k // size), np.uint16), np.empty((n, k // size), np.uint16)
-    affine.quantize_into(rows, bits, size, packed, scales, biases)
-    return {".weight": packed, ".scales": scales, ".biases": biases}
+    if into is None:
+        parts = stored_tensors(rows.shape, dtype, precision).items()
+        into = {suffix: np.empty(shape, RAW_DTYPES[stored]) for suffix, (stored, shape) in parts}
+    if not why_not_compiled(dtype, precision):
+        affine.quantize_into(rows, precision.bits, precision.group_size, *into.values())
+    else:
+        for part, made in zip(into.values(), _mlx_quantize(rows, dtype, precision), strict=True):
+            np.copyto(part, made)
+    return into
 
 
 def why_not_compiled(dtype: str, precision: Quantized) -> str:
@@ -53,7 +58,7 @@ def _mlx_quantize(rows, dtype, precision):
         if dtype == "BF16":
             scales, biases = scales.view(mx.uint16), biases.view(mx.uint16)
         mx.eval(packed, scales, biases)
-        return {".weight": np.array(packed), ".scales": np.array(scales), ".biases": np.array(biases)}
+        return np.array(packed), np.array(scales), np.array(biases)
 
 
 def bf16_to_f32(raw: np.ndarray) -> np.ndarray:

@@ -75,6 +75,11 @@ out_option = click.option(
 )
 
 
+workers_option = click.option(
+    "--workers", type=click.IntRange(1, 256), help="Threads; the bytes do not depend on it.  [default: one a processor]"
+)
+
+
 class Group(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)  # in the order of the pipeline
@@ -83,12 +88,13 @@ class Group(click.Group):
 @click.group(cls=Group, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
 @build_options
 @out_option
+@workers_option
 @click.option("--prompt", help="Text that the finished build continues.")
 @click.option("--max-tokens", type=click.IntRange(1), default=64, show_default=True, help="Tokens of that text.")
 @click.option("--no-verify", is_flag=True, help="Leave out the check of every group against the source.")
 @click.version_option(package_name="motif-convert", message="%(prog)s %(version)s")
 @click.pass_context
-def cli(ctx, source, bits, recipe, mtp, keep_mtp_fp16, experts, out, prompt, max_tokens, no_verify):
+def cli(ctx, source, bits, recipe, mtp, keep_mtp_fp16, experts, out, workers, prompt, max_tokens, no_verify):
     """Quantized MLX builds of Motif-3.
 
     Without a command: plan, convert, a short generation with the result, verify, smoke, and a table that says
@@ -102,7 +108,7 @@ def cli(ctx, source, bits, recipe, mtp, keep_mtp_fp16, experts, out, prompt, max
         return
     from ..validate.generate import PROMPT, why_not
 
-    job, out = _convert(source, bits, recipe, mtp, keep_mtp_fp16, experts, out)
+    job, out = _convert(source, bits, recipe, mtp, keep_mtp_fp16, experts, out, workers)
     reason = why_not(out, job.plan.total_bytes)
     if reason:
         _say(f"No text generated: {reason}.")
@@ -138,9 +144,10 @@ def plan(source, bits, recipe, mtp, keep_mtp_fp16, experts, as_json):
 @cli.command()
 @build_options
 @out_option
-def convert(source, bits, recipe, mtp, keep_mtp_fp16, experts, out):
+@workers_option
+def convert(source, bits, recipe, mtp, keep_mtp_fp16, experts, out, workers):
     """Write the MLX repository, or go on with an interrupted run."""
-    _convert(source, bits, recipe, mtp, keep_mtp_fp16, experts, out)
+    _convert(source, bits, recipe, mtp, keep_mtp_fp16, experts, out, workers)
 
 
 @cli.command()
@@ -254,7 +261,7 @@ def _show_evidence(out: Path, evidence: dict) -> None:
     _say(f"Evidence: {out / EVIDENCE} and {out / PICTURE}")
 
 
-def _convert(source, bits, recipe, mtp, keep_mtp_fp16, experts, out):
+def _convert(source, bits, recipe, mtp, keep_mtp_fp16, experts, out, workers):
     from ..convert.stream import left_to_mlx
     from . import pipeline
     from .progress import Progress
@@ -269,7 +276,7 @@ def _convert(source, bits, recipe, mtp, keep_mtp_fp16, experts, out):
         _say(f"{human_bytes(nbytes)} of source go through mx.quantize, slowly and to the same bytes: {reason}.")
     progress = Progress(job.source_bytes, "convert")
     try:
-        losses = pipeline.convert(job, out, progress)
+        losses = pipeline.convert(job, out, progress, workers)
     except KeyboardInterrupt:
         _say(f"Interrupted. Run the same command again (--out {out}) to go on.")
         raise

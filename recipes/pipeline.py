@@ -84,7 +84,7 @@ def default_out(source: str, recipe: str, mtp: str | None) -> Path:
     return Path(f"{name}-mlx-{rules.name}{suffix}")
 
 
-def convert(job: Job, out: Path, progress: Callable[[int, str], None]) -> Losses:
+def convert(job: Job, out: Path, progress: Callable[[int, str], None], workers: int | None = None) -> Losses:
     """Writes the MLX repository; see `write_repo`."""
     with job.checkpoint as checkpoint:
         return write_repo(
@@ -94,6 +94,7 @@ def convert(job: Job, out: Path, progress: Callable[[int, str], None]) -> Losses
             out,
             lambda losses: make_card(job.plan, job.source, checkpoint, losses),
             progress,
+            workers,
         )
 
 

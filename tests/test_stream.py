@@ -21,6 +21,7 @@ from conftest import REAL_SIZES, REFERENCE, SMALL_CONFIG, motif_convert, random_
 from motif_convert.convert.names import entries
 from motif_convert.convert.repo import write_repo
 from motif_convert.convert.shards import new_file
+from motif_convert.convert.workers import Workers
 from motif_convert.quantize.errors import OutputError, SourceError
 from motif_convert.recipes.cli import cli
 from motif_convert.recipes.pipeline import prepare
@@ -58,6 +59,42 @@ def test_the_same_bytes_without_compiled_kernels(source, built, tmp_path):
     assert "go through mx.quantize" in result.stderr
     assert "numba can't compile the kernel here" in result.stderr
     assert not differing(tmp_path / "out", built(source, *options))
+
+
+# --- threads ---
+
+
+@pytest.mark.parametrize("workers", ["1", "2", "7"])
+@pytest.mark.parametrize("source", ["tiny-motif3", "tiny-motif3-nvfp4"])
+def test_the_same_bytes_with_any_number_of_workers(source, workers, built, tmp_path, monkeypatch):
+    """In runs of 3 kB, so that all threads have much to do and every buffer is used many times."""
+    monkeypatch.setattr("motif_convert.convert.rows.BLOCK_BYTES", 3000)
+    convert(REFERENCE / source, tmp_path / "out", "--workers", workers)
+    assert not differing(tmp_path / "out", built(REFERENCE / source))
+
+
+def test_buffers_keep_two_results():
+    """A result stays until the one after the next is asked for; the work of one item may take long."""
+    with Workers(3) as threads:
+
+        def work(item, buffers):
+            time.sleep(0.002 * (item % 5))
+            array = buffers.array("x", np.int64, (100,))
+            array[:] = item
+            return array
+
+        last = None
+        for item, array in enumerate(threads.in_order(work, range(200))):
+            assert (array == item).all()
+            time.sleep(0.001)
+            assert last is None or (last == item - 1).all()
+            last = array
+
+
+def test_an_error_in_a_thread_ends_the_work():
+    with Workers(2) as threads, pytest.raises(ZeroDivisionError):
+        for _ in threads.in_order(lambda item, buffers: 1 / (item - 20), range(10_000)):
+            pass
 
 
 # --- kill -9, at moments that cannot be hit from outside ---
