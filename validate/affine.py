@@ -1,4 +1,4 @@
-"""Blocks of affine tensors at the speed of a disk: what `arithmetic.py` finds in them, found in another order.
+"""Affine tensors at the speed of a disk: what `arithmetic.py` finds in them, found in another order.
 
 This route only ever says that all is well. Groups that it does not know, and a whole block in which anything differs,
 are left to the plain formulas: whatever is reported as wrong comes from `arithmetic.py`.
@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..quantize.oracle import bf16_to_f32
+from ..quantize.oracle import bf16_to_f32, f32_to_bf16, nvfp4_dequantize
 from ..quantize.precision import Quantized
-from .arithmetic import Error, decoded_error, differing, expected
+from .arithmetic import Error, Expected, decoded_error, differing, expected
 from .layout import Comparison
 from .planes import bf16_pairs, nvfp4_planes, rounded_pairs
 from .rounding import allowed_error
@@ -66,13 +66,16 @@ def affine_error(
             tiles.append(tile)
         signals, noises, *each = zip(*tiles, strict=True)
         worst, rounded, scale, odd = map(np.concatenate, each)
-        steps_in_unit, *limits = allowed_error(bf16_to_f32(scales), bf16_to_f32(biases), bits, "BF16")
-        total = Error(sum(signals), sum(noises), float((worst * steps_in_unit).max()), share)
-        bounds = _bounds(rounded, scale, bf16_to_f32(scales), bf16_to_f32(biases), steps_in_unit, limits, bits)
+        decoding, adding = bf16_to_f32(scales), bf16_to_f32(biases)
+        limits = allowed_error(decoding, adding, bits, "BF16")
+        total = Error(sum(signals), sum(noises), float((worst * limits[0]).max()), share)
+        bounds = np.where(odd, 0, _bounds(rounded, scale, decoding, adding, bits, limits))
     if not np.isfinite(total.signal + total.noise):
         return None
     groups, stored = replace(m, width=size), (words, scales[:, None], biases[:, None])
-    return _with_shares(_with_odd(total, groups, source, stored, odd), groups, source, stored, np.where(odd, 0, bounds))
+    if odd.any():
+        total = _with_odd(total, groups, source, stored, np.flatnonzero(odd))
+    return total and _with_share(total, groups, source, stored, bounds)
 
 
 def _is_finite(codes: np.ndarray, block_scales: np.ndarray, scale_2: np.ndarray) -> bool:
@@ -90,48 +93,43 @@ def _tile_of(m: Comparison, source: list[np.ndarray], memory: np.ndarray) -> tup
     return rounded_pairs(exact, pairs), exact
 
 
-def _plainly(groups: Comparison, source: list, stored: tuple, which: np.ndarray) -> Error | None:
-    """Some groups by the plain formulas; None if any differs."""
-    rows, found = expected(groups, [a[which] for a in source]), [a[which] for a in stored]
-    return None if differing(groups, rows, found) is not None else decoded_error(groups, rows, found)
-
-
-def _with_odd(total: Error, groups: Comparison, source: list, stored: tuple, odd: np.ndarray) -> Error | None:
-    """Adds the odd groups; None if one differs or if they are too many."""
-    which = np.flatnonzero(odd)
-    if not len(which):
-        return total
-    error = _plainly(groups, source, stored, which) if len(which) * FEW <= len(odd) else None
-    if error is None:
+def _with_odd(total: Error, groups: Comparison, source: list, stored: tuple, which: np.ndarray) -> Error | None:
+    """Adds the odd groups by the plain formulas; None if one differs or if they are too many."""
+    if len(which) * FEW > len(stored[0]):
         return None
+    rows, found = expected(groups, [a[which] for a in source]), [a[which] for a in stored]
+    if differing(groups, rows, found) is not None:
+        return None
+    error = decoded_error(groups, rows, found)
     signal, noise = total.signal + error.signal, total.noise + error.noise
     return Error(signal, noise, max(total.steps, error.steps), max(total.share, error.share))
 
 
-def _with_shares(
-    total: Error | None, groups: Comparison, source: list, stored: tuple, bounds: np.ndarray
-) -> Error | None:
-    """Finds the worst share: computed for groups in which it may be worse than what was found so far, likeliest first;
-    None if a group differs or is beyond what is allowed."""
-    count = AT_FIRST
-    while total is not None and len(which := np.flatnonzero(bounds > total.share)):
+def _with_share(total: Error, groups: Comparison, source: list, stored: tuple, bounds: np.ndarray) -> Error | None:
+    """Adds the worst share, plainly computed for those groups in which it may be worse than what was found so far,
+    the likeliest first; None if it is more than what is allowed."""
+    share, count = total.share, AT_FIRST
+    while len(which := np.flatnonzero(bounds > share)):
         if len(which) > count:
             which = which[np.argpartition(bounds[which], -count)[-count:]]
-        count *= GROWTH
-        error = _plainly(groups, source, stored, which)
-        total = None if error is None else replace(total, share=max(total.share, error.share))
+        rows = _weights(groups, [a[which] for a in source])
+        share = max(share, decoded_error(groups, rows, [a[which] for a in stored]).share)
         bounds[which] = 0
-    return total if total is not None and total.share <= 1 else None
+        count *= GROWTH
+    return replace(total, share=share) if share <= 1 else None
+
+
+def _weights(m: Comparison, source: list[np.ndarray]) -> Expected:
+    """The weights of rows as `expected` has them, without what they have to become."""
+    if m.source_dtype == "BF16":
+        exact = bf16_to_f32(source[0])
+        return Expected([], exact, exact)
+    exact = nvfp4_dequantize(source[0], source[1], source[2].view("<f4")[:, None])
+    return Expected([], exact, bf16_to_f32(f32_to_bf16(exact)))
 
 
 def _bounds(
-    rounded: np.ndarray,
-    scale: np.ndarray,
-    stored: np.ndarray,
-    biases: np.ndarray,
-    steps_in_unit: np.ndarray,
-    limits: list,
-    bits: int,
+    rounded: np.ndarray, scale: np.ndarray, stored: np.ndarray, biases: np.ndarray, bits: int, limits: tuple
 ) -> np.ndarray:
     """What no share of a group is above: float32 [groups] all.
 
@@ -139,9 +137,10 @@ def _bounds(
     scale). Of that the share is (a + b * code) / (c + d * code), which is monotonic: largest for the smallest or for
     the largest code.
     """
-    fixed, per_code = limits
+    steps_in_unit, fixed, per_code = limits
     moved = np.abs(stored - scale) * steps_in_unit
     error = _F32_ERROR * (np.abs(biases) * steps_in_unit + np.float32(2**bits))
     fraction = rounded * np.abs(scale) * steps_in_unit + error
     first, last = np.float32(1), np.float32(2**bits - 2)
-    return np.maximum(*((fraction + code * moved) / (fixed + code * per_code) for code in (first, last)))
+    ends = ((fraction + code * moved) / (fixed + code * per_code) for code in (first, last))
+    return np.maximum(*ends)

@@ -18,7 +18,7 @@ from .arithmetic import RAW, Error, Expected, decoded_error, differing, expected
 from .layout import Block, Comparison, Part
 from .offenders import Offenders, add_offenders, beyond_bound, describe, name_offenders, relative_errors
 
-PIECE = 1 << 20  # weights read at a time
+PIECE = 1 << 21  # weights read at a time
 MEMORY, ALIGNED = 16 << 20, 64  # bytes
 SLICE = 1 << 17  # weights at a time: what is computed on the way stays in the processor's cache
 

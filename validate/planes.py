@@ -16,8 +16,8 @@ from ..quantize.oracle import bf16_to_f32, e4m3_to_f32
 
 EVEN, ODD = 0, 1
 _CODE_CHUNKS = {4: (np.uint32, np.uint8), 8: (np.uint64, np.uint16)}  # bits -> eight codes, two of them
-_TWICE_E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
-_TWICE_EVEN, _TWICE_ODD = np.tile(_TWICE_E2M1, 16), np.repeat(_TWICE_E2M1, 16)  # of both nibbles of a byte
+_TWICE_E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int16)
+_TWICE_BOTH = (_TWICE_E2M1[:, None] << 8 | _TWICE_E2M1 & 0xFF).reshape(-1)  # of a byte: the even one in the low half
 
 
 def transposed(chunks: np.ndarray) -> np.ndarray:
@@ -49,11 +49,6 @@ def bf16_plane(pairs: np.ndarray, which: int, out: np.ndarray) -> None:
         np.bitwise_and(pairs, 0xFFFF0000, out=out.view(np.uint32))
 
 
-def code_plane(pairs: np.ndarray, bits: int, which: int) -> np.ndarray:
-    """The even or the odd codes of pairs, in the dtype of those."""
-    return pairs & (2**bits - 1) if which == EVEN else pairs >> bits
-
-
 def nvfp4_planes(codes: np.ndarray, block_scales: np.ndarray, scale_2: np.ndarray, out: np.ndarray) -> np.ndarray:
     """What `oracle.nvfp4_dequantize` gives for groups, but that no zero is negative, as both planes.
 
@@ -68,8 +63,9 @@ def nvfp4_planes(codes: np.ndarray, block_scales: np.ndarray, scale_2: np.ndarra
     planes = out[: groups * size].reshape(2, size // 8, 4 * groups)
     pairs, expert = code_pairs(codes, 4), in_lanes(scale_2)
     halves = in_lanes(transposed(e4m3_to_f32(block_scales) * np.float32(0.5)).reshape(-1)).reshape(-1, 1, 4 * groups)
-    for plane, twice in zip(planes, (_TWICE_EVEN, _TWICE_ODD), strict=True):
-        np.copyto(plane, twice.take(pairs))
+    twice = _TWICE_BOTH.take(pairs)
+    for plane, numbers in zip(planes, (twice << 8 >> 8, twice >> 8), strict=True):
+        np.copyto(plane, numbers)
         blocks = plane.reshape(len(halves), 2, -1)
         blocks *= halves
         plane *= expert

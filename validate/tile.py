@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .planes import EVEN, ODD, bf16_in_lanes, bf16_plane, code_pairs, code_plane, in_lanes, largest, round_bits
+from .planes import EVEN, ODD, bf16_in_lanes, bf16_plane, code_pairs, in_lanes, largest, round_bits
 
 HUGE = 0x5880  # 2^50 as BF16: below it nothing overflows, squares included
 NEGATIVE = 0x8000
@@ -63,6 +63,7 @@ def check_tile(
     quantizing, scaling, adding = in_lanes(scale), bf16_in_lanes(raw_scale), bf16_in_lanes(raw_bias)
     last = np.full(4 * groups, 2**bits - 1, np.float32)  # a row, which numpy takes faster than a single number
     w, code, step = (part[: pairs.size].reshape(pairs.shape) for part in scratch)
+    expected = np.zeros_like(codes)
     signal = noise = 0.0
     rounded, worst = np.empty((2, 2, 4 * groups), np.float32)
     for which in (EVEN, ODD):
@@ -71,8 +72,7 @@ def check_tile(
         step /= quantizing
         np.minimum(step, last, out=step)
         np.rint(step, out=code)  # -0 at the least: no ordinary group has an element on the other side of its bias
-        if not np.array_equal(code.astype(codes.dtype), code_plane(codes, bits, which)):
-            return None
+        expected |= code.astype(codes.dtype) << (which * bits)
         step -= code
         np.abs(step, out=step)
         np.maximum.reduce(step, axis=0, out=rounded[which])
@@ -89,6 +89,8 @@ def check_tile(
             noise += _energy(off)
         np.abs(off, out=off)
         np.maximum.reduce(off, axis=0, out=worst[which])
+    if not np.array_equal(expected, codes):
+        return None
     return Tile(signal, noise, largest(worst, 4), largest(rounded, 4), scale, odd)
 
 
