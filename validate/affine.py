@@ -69,11 +69,12 @@ def affine_error(
         decoding, adding = bf16_to_f32(scales), bf16_to_f32(biases)
         limits = allowed_error(decoding, adding, bits, "BF16")
         total = Error(sum(signals), sum(noises), float((worst * limits[0]).max()), share)
-        bounds = np.where(odd, 0, _bounds(rounded, scale, decoding, adding, bits, limits))
+        bounds = _bounds(rounded, scale, decoding, adding, bits, limits)
     if not np.isfinite(total.signal + total.noise):
         return None
     groups, stored = replace(m, width=size), (words, scales[:, None], biases[:, None])
     if odd.any():
+        bounds[odd] = 0
         total = _with_odd(total, groups, source, stored, np.flatnonzero(odd))
     return total and _with_share(total, groups, source, stored, bounds)
 

@@ -80,7 +80,10 @@ def allowed_error(scales: np.ndarray, biases: np.ndarray, bits: int, dtype: str)
     with np.errstate(all="ignore"):
         size, bias = np.abs(scales), np.abs(biases)
         usable = np.isfinite(size) & (size > 0) & np.isfinite(bias)
-        size, bias = np.where(usable, size, 1), np.where(usable, bias, 0)
+        if not usable.all():
+            size, bias = np.where(usable, size, np.float32(1)), np.where(usable, bias, np.float32(0))
         per_code = half_ulp(size, dtype) / size
         fixed = 0.5 + per_code / 2 + (half_ulp(bias, dtype) + _ARITHMETIC * bias) / size + _ARITHMETIC * 2**bits
-        return np.where(usable, 1 / size, 0).astype(np.float32), fixed.astype(np.float32), per_code.astype(np.float32)
+        steps_in_unit = 1 / size
+        steps_in_unit[~usable] = 0
+        return steps_in_unit, fixed, per_code
