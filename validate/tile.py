@@ -2,7 +2,7 @@
 
 Each step is that of the oracle, with the same float32 operations, so that codes, scales, biases and the worst error are
 the same bit for bit. What makes it fast: rows along which groups lie side by side, extremes taken from the bits, codes
-compared as they are found rather than packed, and scratch memory that stays in the processor's cache.
+compared in the order in which they were read, and scratch memory that is used again.
 """
 
 from typing import NamedTuple
