@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from ..quantize.errors import SourceError
-from .affine import affine_error, is_known, scratch_bytes
 from .arithmetic import RAW, Error, Expected, decoded_error, differing, expected, group_size, weights
+from .fast_check import affine_error, is_known, scratch_bytes
 from .layout import Block, Comparison, Part
 from .offenders import Offenders, add_offenders, beyond_bound, describe, name_offenders, relative_errors
 
@@ -59,7 +59,7 @@ class Digest:
 
 
 def compare(block: Block) -> Result:
-    """Compares a block with its source, a piece at a time: by `affine.py`, or plainly what that does not vouch for.
+    """Compares a block with its source, a piece at a time: by `fast_check.py`, or plainly what that does not vouch for.
 
     Raises:
         SourceError: the source could not be read. A build that can't be read is a problem of the result.

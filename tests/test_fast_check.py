@@ -10,7 +10,7 @@ from motif_convert.convert.checkpoint import open_checkpoint
 from motif_convert.quantize import oracle
 from motif_convert.quantize.precision import Float, Quantized
 from motif_convert.recipes import pipeline
-from motif_convert.validate import affine, contents
+from motif_convert.validate import contents, fast_check
 from motif_convert.validate.arithmetic import decoded_error, expected
 from motif_convert.validate.layout import Comparison, Part
 from motif_convert.validate.planes import bf16_pairs, nvfp4_planes, round_bits, rounded_pairs
@@ -30,7 +30,7 @@ def module(bits: int, size: int, width: int, source_dtype: str = "BF16") -> Comp
 
 
 def scratch_of(m: Comparison) -> np.ndarray:
-    return np.full(affine.scratch_bytes(m) // 4, np.nan, np.float32)
+    return np.full(fast_check.scratch_bytes(m) // 4, np.nan, np.float32)
 
 
 def checked(raw: np.ndarray, stored: list[np.ndarray], bits: int):
@@ -52,7 +52,7 @@ def mostly_ordinary(bits: int, size: int) -> np.ndarray:
     rng = np.random.default_rng(size)
     odd = np.flatnonzero(is_odd(raw))
     raw = np.delete(raw, odd[700:], axis=0)
-    more = raw_values(rng.standard_normal((2 * affine.TILE // size, size), np.float32), "BF16")
+    more = raw_values(rng.standard_normal((2 * fast_check.TILE // size, size), np.float32), "BF16")
     return rng.permutation(np.concatenate([raw, more]))
 
 
@@ -159,9 +159,11 @@ def test_a_block_is_what_the_plain_formulas_make_of_it(bits, size):
     rows = expected(m, [raw])
     plain = decoded_error(m, rows, rows.stored)
     before = raw.tobytes()
-    assert_same(affine.affine_error(m, [raw], rows.stored, 0.0, scratch_of(m)), plain)
-    assert affine.affine_error(m, [raw], rows.stored, plain.share / 2, scratch_of(m)).share == plain.share
-    assert affine.affine_error(m, [raw], rows.stored, 0.999, scratch_of(m)).share == max(plain.share, np.float32(0.999))
+    assert_same(fast_check.affine_error(m, [raw], rows.stored, 0.0, scratch_of(m)), plain)
+    assert fast_check.affine_error(m, [raw], rows.stored, plain.share / 2, scratch_of(m)).share == plain.share
+    assert fast_check.affine_error(m, [raw], rows.stored, 0.999, scratch_of(m)).share == max(
+        plain.share, np.float32(0.999)
+    )
     assert raw.tobytes() == before
 
 
@@ -175,13 +177,13 @@ def test_any_difference_leaves_the_block_to_the_plain_formulas(bits, size):
         for row in (0, len(raw) - 1, rng.integers(len(raw)), rng.choice(odd)):
             wrong = [a.copy() for a in stored]
             wrong[part][row, rng.integers(wrong[part].shape[1])] ^= 1 << 3
-            assert affine.affine_error(m, [raw], wrong, 0.0, scratch_of(m)) is None
+            assert fast_check.affine_error(m, [raw], wrong, 0.0, scratch_of(m)) is None
 
 
 def test_too_many_odd_groups_are_left_to_the_plain_formulas():
     raw = raw_values(KINDS["some_nan"](np.random.default_rng(0), 64, 4), "BF16")
     m = module(4, 64, 64)
-    assert affine.affine_error(m, [raw], expected(m, [raw]).stored, 0.0, scratch_of(m)) is None
+    assert fast_check.affine_error(m, [raw], expected(m, [raw]).stored, 0.0, scratch_of(m)) is None
 
 
 @every_layout
@@ -190,10 +192,10 @@ def test_no_share_is_above_its_bound(monkeypatch, bits, size, spread):
     rng = np.random.default_rng(bits)
     x = rng.standard_normal((300, size)) * 10.0 ** rng.uniform(-spread, spread, (300, 1))
     raw, m, seen = raw_values(x.astype("f4"), "BF16"), module(bits, size, size), []
-    bounds = affine._bounds
-    monkeypatch.setattr(affine, "_bounds", lambda *a: seen.append(bounds(*a)) or seen[-1].copy())
+    bounds = fast_check._bounds
+    monkeypatch.setattr(fast_check, "_bounds", lambda *a: seen.append(bounds(*a)) or seen[-1].copy())
     rows = expected(m, [raw])
-    assert affine.affine_error(m, [raw], rows.stored, 0.0, scratch_of(m)) is not None
+    assert fast_check.affine_error(m, [raw], rows.stored, 0.0, scratch_of(m)) is not None
     for i, bound in enumerate(seen[0]):
         one = expected(m, [raw[i : i + 1]])
         assert decoded_error(m, one, one.stored).share <= bound
@@ -202,19 +204,19 @@ def test_no_share_is_above_its_bound(monkeypatch, bits, size, spread):
 def test_the_plain_formulas_have_little_to_do(monkeypatch):
     raw = raw_values(np.random.default_rng(0).standard_normal((32768, 64), np.float32), "BF16")
     m, judged = module(4, 64, 64), []
-    plainly = affine.decoded_error
-    monkeypatch.setattr(affine, "decoded_error", lambda *a: judged.append(len(a[2][0])) or plainly(*a))
-    assert affine.affine_error(m, [raw], expected(m, [raw]).stored, 0.0, scratch_of(m)) is not None
+    plainly = fast_check.decoded_error
+    monkeypatch.setattr(fast_check, "decoded_error", lambda *a: judged.append(len(a[2][0])) or plainly(*a))
+    assert fast_check.affine_error(m, [raw], expected(m, [raw]).stored, 0.0, scratch_of(m)) is not None
     assert 0 < sum(judged) < 0.02 * len(raw)
 
 
 def test_what_is_known():
-    assert affine.is_known(module(4, 64, 64))
-    assert affine.is_known(module(8, 32, 64, "NVFP4"))
-    assert not affine.is_known(module(6, 64, 64))
-    assert not affine.is_known(module(4, 64, 64, "F32"))
-    assert not affine.is_known(replace(module(4, 64, 64), precision=Float("BF16")))
-    assert not affine.is_known(replace(module(4, 64, 64, "NVFP4"), precision=Quantized("nvfp4", 4, 16)))
+    assert fast_check.is_known(module(4, 64, 64))
+    assert fast_check.is_known(module(8, 32, 64, "NVFP4"))
+    assert not fast_check.is_known(module(6, 64, 64))
+    assert not fast_check.is_known(module(4, 64, 64, "F32"))
+    assert not fast_check.is_known(replace(module(4, 64, 64), precision=Float("BF16")))
+    assert not fast_check.is_known(replace(module(4, 64, 64, "NVFP4"), precision=Quantized("nvfp4", 4, 16)))
 
 
 # --- NVFP4 ---
@@ -245,13 +247,15 @@ def test_nvfp4_is_decoded_as_by_the_oracle(bits, size):
 def test_a_block_of_nvfp4_is_what_the_plain_formulas_make_of_it(bits, size):
     m, source = module(bits, size, 512, "NVFP4"), nvfp4_rows(700, 512)
     rows = expected(m, source)
-    assert_same(affine.affine_error(m, source, rows.stored, 0.0, scratch_of(m)), decoded_error(m, rows, rows.stored))
+    assert_same(
+        fast_check.affine_error(m, source, rows.stored, 0.0, scratch_of(m)), decoded_error(m, rows, rows.stored)
+    )
     for part in (0, 1, 2):
         wrong = [a.copy() for a in rows.stored]
         wrong[part][555, -1] ^= 1
-        assert affine.affine_error(m, source, wrong, 0.0, scratch_of(m)) is None
+        assert fast_check.affine_error(m, source, wrong, 0.0, scratch_of(m)) is None
     source[0][699] ^= 0x22
-    assert affine.affine_error(m, source, rows.stored, 0.0, scratch_of(m)) is None
+    assert fast_check.affine_error(m, source, rows.stored, 0.0, scratch_of(m)) is None
 
 
 @pytest.mark.parametrize(("part", "value"), [(1, 0x7F), (1, 0xFF), (2, 0x7F800000), (2, 0x7FC00000)])
@@ -259,7 +263,7 @@ def test_nvfp4_that_is_not_finite_is_left_to_the_plain_formulas(part, value):
     m, source = module(4, 64, 512, "NVFP4"), nvfp4_rows(9, 512)
     source[part].reshape(-1)[5] = value
     with np.errstate(all="ignore"):
-        assert affine.affine_error(m, source, expected(m, source).stored, 0.0, scratch_of(m)) is None
+        assert fast_check.affine_error(m, source, expected(m, source).stored, 0.0, scratch_of(m)) is None
 
 
 # --- whole builds by both routes ---
@@ -287,7 +291,7 @@ def test_a_build_by_both_routes(tmp_path, monkeypatch, faulty):
                 f.seek(place)
                 f.write(bytes([byte ^ 1 << rng.integers(8)]))
     found = []
-    for known in (affine.is_known, lambda m: False):
+    for known in (fast_check.is_known, lambda m: False):
         monkeypatch.setattr(contents, "is_known", known)
         with open_checkpoint(source) as checkpoint:
             found.append(verify_repo(tmp_path / "out", checkpoint, workers=1).as_dict())
