@@ -13,10 +13,13 @@ from pathlib import Path
 import numpy as np
 
 from ..quantize.errors import SourceError
-from .arithmetic import RAW, Expected, decoded_error, differing, expected, group_size, weights
+from .arithmetic import RAW, Error, Expected, decoded_error, differing, expected, group_size, weights
+from .fast_check import affine_error, is_known, scratch_bytes
 from .layout import Block, Comparison, Part
 from .offenders import Offenders, add_offenders, beyond_bound, describe, name_offenders, relative_errors
 
+PIECE = 1 << 21  # weights read at a time
+MEMORY, ALIGNED = 16 << 20, 64  # bytes
 SLICE = 1 << 17  # weights at a time: what is computed on the way stays in the processor's cache
 
 
@@ -56,27 +59,33 @@ class Digest:
 
 
 def compare(block: Block) -> Result:
-    """Compares a block with its source.
+    """Compares a block with its source, a piece at a time: by `fast_check.py`, or plainly what that does not vouch for.
 
     Raises:
         SourceError: the source could not be read. A build that can't be read is a problem of the result.
     """
     m = block.module
     result = Result(m.family, m.layer, block.count * m.width, block.count * (m.width // group_size(m)))
-    try:
-        source = [_read(p, block, m.source_rows, m.first_row) for p in m.sources]
-    except OSError as e:
-        raise SourceError(f"{m.sources[0].file.name}: {m.sources[0].name} could not be read: {e.strerror}") from None
-    try:
-        found = [_read(p, block, m.rows, 0) for p in m.stored]
-    except OSError as e:
-        result.problem = f"{m.stored[0].file.name}: {m.stored[0].name} could not be read: {e.strerror}"
-        return result
-    result.source_bytes = sum(a.nbytes for a in source if a.ndim == 2)
-    rows = max(1, SLICE // m.width)
+    rows = min(block.count, max(1, PIECE // m.width))
+    sources, stored, scratch = _memory(m, rows)
     for start in range(0, block.count, rows):
-        part = slice(start, start + rows)
-        _compare_rows(m, block.first + start, [a[part] for a in source], [a[part] for a in found], result)
+        piece = Block(m, block.first + start, min(rows, block.count - start))
+        try:
+            source = [_read(p, piece, m.source_rows, m.first_row, sources[p]) for p in m.sources]
+        except OSError as e:
+            name = f"{m.sources[0].file.name}: {m.sources[0].name}"
+            raise SourceError(f"{name} could not be read: {e.strerror}") from None
+        try:
+            found = [_read(p, piece, m.rows, 0, stored[p]) for p in m.stored]
+        except OSError as e:
+            result.problem = f"{m.stored[0].file.name}: {m.stored[0].name} could not be read: {e.strerror}"
+            return result
+        result.source_bytes += sum(a.nbytes for a in source if a.ndim == 2)
+        error = affine_error(m, source, found, result.share or 0.0, scratch) if is_known(m) else None
+        if error is None:
+            _compare_plainly(m, piece, source, found, result)
+        else:
+            _add_error(error, result)
     return result
 
 
@@ -89,17 +98,35 @@ def digest(file: Path) -> Digest:
         return Digest(file, None, f"{file.name}: could not be read: {e.strerror}")
 
 
-def _read(part: Part, block: Block, rows: int, first_row: int) -> np.ndarray:
+def _memory(m: Comparison, rows: int) -> tuple[dict[Part, np.ndarray], dict[Part, np.ndarray], np.ndarray]:
+    """Buffers for so many rows of each tensor, of the source and of the build, and scratch memory: parts of one array.
+
+    It is large, though mostly untouched, for the sake of the C library of Linux, which hands memory back to the system
+    as soon as twice the largest array that was ever freed is free, only to take it again page by page.
+    """
+    sizes = [-(-rows * p.row_bytes // ALIGNED) * ALIGNED for p in (*m.sources, *m.stored)]
+    scratch = scratch_bytes(m)
+    whole = np.empty(max(MEMORY, sum(sizes) + scratch), np.uint8)
+    *buffers, rest = np.split(whole, np.cumsum(sizes))
+    count = len(m.sources)
+    sources, stored = zip(m.sources, buffers[:count], strict=True), zip(m.stored, buffers[count:], strict=True)
+    return dict(sources), dict(stored), rest[:scratch].view(np.float32)
+
+
+def _read(part: Part, block: Block, rows: int, first_row: int, into: np.ndarray) -> np.ndarray:
     """The rows of a block: raw [count, row], from matrices of `rows` rows, of which the module's begin at `first_row`;
-    of a tensor with one number an expert, that of each row, [count]. Raises OSError."""
+    of a tensor with one number an expert, that of each row, [count]. Raises OSError.
+
+    Args:
+        into: uint8, for what is read.
+    """
     m, dtype = block.module, RAW[part.dtype]
     with part.file.open("rb", buffering=0) as file:
         if not part.row_bytes:
             numbers = np.empty(m.matrices, dtype)
             _fill(file.fileno(), numbers, part.offset)
             return numbers[np.arange(block.first, block.first + block.count) // m.rows]
-        data = np.empty((block.count, part.row_bytes), np.uint8)
-        done = 0
+        data, done = into[: block.count * part.row_bytes].reshape(block.count, -1), 0
         while done < block.count:
             matrix, row = divmod(block.first + done, m.rows)
             count = block.count - done if rows == m.rows else min(block.count - done, m.rows - row)
@@ -118,6 +145,14 @@ def _fill(fd: int, data: np.ndarray, offset: int) -> None:
         done += got
 
 
+def _compare_plainly(m: Comparison, piece: Block, source: list, found: list, result: Result) -> None:
+    """Adds a piece to the result, a slice at a time."""
+    rows = max(1, SLICE // m.width)
+    for start in range(0, piece.count, rows):
+        part = slice(start, start + rows)
+        _compare_rows(m, piece.first + start, [a[part] for a in source], [a[part] for a in found], result)
+
+
 def _compare_rows(m: Comparison, first: int, source: list, found: list, result: Result) -> None:
     """Adds rows [first, first + n) of a module to the result; the arrays are those rows."""
     rows = expected(m, source)
@@ -126,13 +161,17 @@ def _compare_rows(m: Comparison, first: int, source: list, found: list, result: 
     if rows.exact is None:
         return
     error = decoded_error(m, rows, found)
-    result.signal, result.noise = result.signal + error.signal, result.noise + error.noise
-    if error.steps is not None:
-        result.steps, result.share = max(result.steps or 0, error.steps), max(result.share or 0, error.share)
+    _add_error(error, result)
     if error.shares is not None:
         beyond = error.shares > 1 if wrong is None else (error.shares > 1) & ~wrong
         texts = partial(beyond_bound, error.shares)
         add_offenders(result.offenders, name_offenders(m, m.stored[0], first, beyond, error.shares, texts))
+
+
+def _add_error(error: Error, result: Result) -> None:
+    result.signal, result.noise = result.signal + error.signal, result.noise + error.noise
+    if error.steps is not None:
+        result.steps, result.share = max(result.steps or 0, error.steps), max(result.share or 0, error.share)
 
 
 def _add_differences(m: Comparison, first: int, rows: Expected, found: list, masks: list, result: Result) -> np.ndarray:

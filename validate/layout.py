@@ -13,7 +13,8 @@ from ..convert.checkpoint import Checkpoint, TensorInfo
 from ..convert.plan import Module
 from ..quantize.precision import DTYPE_BYTES, Precision
 
-BLOCK_BYTES = 4 << 20  # of source, as floats
+BLOCK_BYTES = 8 << 20  # of source, as floats: what a process compares at a time
+SAMPLE_BYTES = 4 << 20  # the same in a sample, to spread it
 GOLDEN = 0.6180339887498949  # multiples of it, less their whole parts, spread evenly however many there are
 
 
@@ -157,7 +158,7 @@ def blocks(modules: list[Comparison], sample: float | None) -> Iterator[Block]:
 
     for module in modules:
         itemsize = 2 if module.source_dtype == "NVFP4" else DTYPE_BYTES[module.source_dtype]
-        step = max(1, BLOCK_BYTES // (module.width * itemsize))
+        step = max(1, (BLOCK_BYTES if sample is None else SAMPLE_BYTES) // (module.width * itemsize))
         total = module.matrices * module.rows
         if sample is None or not module.stacked:
             runs = [(0, total)]

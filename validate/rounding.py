@@ -1,25 +1,14 @@
 """What rounding may cost, by computations of verify's own: exact casts, and the bound on a decoded error."""
 
-from typing import NamedTuple
-
 import numpy as np
 
 from ..quantize.oracle import bf16_to_f32
 
-
-class _Float(NamedTuple):
-    """A binary float format: bits of its significand, its smallest normal exponent, its largest value."""
-
-    significand: int
-    min_exponent: int
-    largest: float
-
-
-_FLOATS = {
-    "BF16": _Float(8, -126, (2 - 2.0**-7) * 2.0**127),
-    "F16": _Float(11, -14, (2 - 2.0**-10) * 2.0**15),
-    "F32": _Float(24, -126, (2 - 2.0**-23) * 2.0**127),
-}
+_SIGNIFICAND = {"BF16": 8, "F16": 11, "F32": 24}  # bits
+_SMALLEST_NORMAL = {"BF16": 2.0**-126, "F16": 2.0**-14, "F32": 2.0**-126}
+_INFINITY = 0x7F800000  # of the bits of a float32
+_F16_NORMAL = 0x38800000  # 2^-14
+_F16_REBIAS = (127 - 15) << 23
 _ARITHMETIC = np.float32(2**-22)  # of a value: what float32 adds by itself, twice over
 
 
@@ -33,27 +22,42 @@ def widen(raw: np.ndarray, dtype: str) -> np.ndarray:
 def round_to(x: np.ndarray, dtype: str) -> np.ndarray:
     """float32 of any shape to the bits of "BF16", "F16" or "F32", nearest, ties to even, past the largest to infinity.
 
-    Each value is divided by the distance of its neighbours in the target, a power of two, rounded to a whole number
-    and multiplied again, in float64 where all of that is exact. A NaN stays one; its payload is not defined.
+    On the bits: those that go are rounded by adding just under half of the last that stays, and the rest of it if that
+    one is odd; a carry goes into the exponent, as it should. A NaN stays one; its payload is not defined.
     """
-    form = _FLOATS[dtype]
-    with np.errstate(all="ignore"):
-        wide = x.astype(np.float64)
-        exponent = np.frexp(wide)[1] - 1
-        ulp = np.ldexp(1.0, np.maximum(exponent, form.min_exponent) - (form.significand - 1))
-        near = np.rint(wide / ulp) * ulp
-        near = np.where(np.abs(near) > form.largest, np.copysign(np.inf, wide), near)
-        if dtype == "F16":
-            return near.astype(np.float16).view(np.uint16)
-        bits = near.astype(np.float32).view(np.uint32)
-    return (bits >> 16).astype(np.uint16) if dtype == "BF16" else bits
+    bits = np.ascontiguousarray(x).view(np.uint32)
+    if dtype == "F32":
+        return bits
+    sign, magnitude = bits >> 16 & 0x8000, bits & 0x7FFFFFFF
+    if dtype == "BF16":
+        near, largest, nan = _without(magnitude, 16), 0x7F80, 0x7FC0
+    else:
+        near, largest, nan = _without(magnitude - _F16_REBIAS, 13), 0x7C00, 0x7E00
+        small = magnitude < _F16_NORMAL
+        if small.any():  # there F16 counts in 2^-24, as float32 does from a half on: adding a half rounds
+            half = np.float32(0.5)
+            near[small] = (magnitude[small].view(np.float32) + half).view(np.uint32) - half.view(np.uint32)
+    if near.size and near.max() > largest:
+        near[near > largest] = largest
+    if magnitude.size and magnitude.max() > _INFINITY:
+        near[magnitude > _INFINITY] = nan
+    near |= sign
+    return near.astype(np.uint16)
+
+
+def _without(bits: np.ndarray, count: int) -> np.ndarray:
+    """The bits less the `count` lowest, rounded to even; uint32 both."""
+    odd = bits >> count & 1
+    odd += 2 ** (count - 1) - 1
+    odd += bits
+    odd >>= count
+    return odd
 
 
 def half_ulp(x: np.ndarray, dtype: str) -> np.ndarray:
     """float32, finite: the most that rounding to `dtype` moves a value that becomes x."""
-    form = _FLOATS[dtype]
-    exponent = np.maximum(np.frexp(x)[1] - 1, form.min_exponent)
-    return np.ldexp(np.float32(1), exponent - form.significand)
+    power = (x.view(np.uint32) & 0x7F800000).view(np.float32)  # of two, at or below x; 0 below the normal ones
+    return np.maximum(power, np.float32(_SMALLEST_NORMAL[dtype])) * np.float32(2.0 ** -_SIGNIFICAND[dtype])
 
 
 def allowed_error(scales: np.ndarray, biases: np.ndarray, bits: int, dtype: str) -> tuple[np.ndarray, ...]:
@@ -76,7 +80,10 @@ def allowed_error(scales: np.ndarray, biases: np.ndarray, bits: int, dtype: str)
     with np.errstate(all="ignore"):
         size, bias = np.abs(scales), np.abs(biases)
         usable = np.isfinite(size) & (size > 0) & np.isfinite(bias)
-        size, bias = np.where(usable, size, 1), np.where(usable, bias, 0)
+        if not usable.all():
+            size, bias = np.where(usable, size, np.float32(1)), np.where(usable, bias, np.float32(0))
         per_code = half_ulp(size, dtype) / size
         fixed = 0.5 + per_code / 2 + (half_ulp(bias, dtype) + _ARITHMETIC * bias) / size + _ARITHMETIC * 2**bits
-        return np.where(usable, 1 / size, 0).astype(np.float32), fixed.astype(np.float32), per_code.astype(np.float32)
+        steps_in_unit = 1 / size
+        steps_in_unit[~usable] = 0
+        return steps_in_unit, fixed, per_code
