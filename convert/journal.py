@@ -4,7 +4,7 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -33,12 +33,6 @@ class Journal:
 
     def remove(self) -> None:
         self.path.unlink()
-
-    def discard(self) -> None:
-        """Undoes a run that wrote nothing, and the folder too if nothing else is in it."""
-        self.remove()
-        if not any(self.path.parent.iterdir()):
-            self.path.parent.rmdir()
 
 
 def open_journal(out: Path, plan: Plan, version: str) -> Journal:
@@ -69,9 +63,13 @@ def open_journal(out: Path, plan: Plan, version: str) -> Journal:
 def sole_run(out: Path) -> Iterator[None]:
     """Makes the folder, and keeps other runs out of it until the block ends or the process dies.
 
+    Folders that it made and that an error leaves empty are removed again.
+
     Raises:
         OutputError: the folder can't be made, or another run is at work in it.
     """
+    out = out.resolve()  # of `new/../out` only `out` is to be made
+    made = [p for p in (out, *out.parents) if not p.exists()]
     try:
         out.mkdir(parents=True, exist_ok=True)
         fd = os.open(out, os.O_RDONLY)
@@ -86,20 +84,28 @@ def sole_run(out: Path) -> Iterator[None]:
         pass  # a file system without locks
     try:
         yield
+    except BaseException:
+        with suppress(OSError):
+            for folder in made:
+                folder.rmdir()
+        raise
     finally:
         os.close(fd)
 
 
 def check_unused(out: Path) -> None:
-    """Refuses a folder with anything in it, unless an interrupted run left it.
+    """Refuses a folder with anything in it, unless an interrupted run left it, and one that can't be written.
 
     Raises:
         OutputError: naming the folder.
     """
     if out.is_symlink() and not out.exists():
         raise OutputError(f"{out}: a link to nothing; choose another --out")
-    if out.exists() and not out.is_dir():
-        raise OutputError(f"{out}: exists and is not a folder; choose another --out")
+    above = next(p for p in (out.resolve(), *out.resolve().parents) if p.exists())
+    if not above.is_dir():
+        raise OutputError(f"{above}: exists and is not a folder; choose another --out")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise OutputError(f"{above}: you may not write there; choose another --out")
     begun = {JOURNAL, f".{JOURNAL}.partial"}  # the second alone: killed before the first was there
     if out.is_dir() and not (out / JOURNAL).exists() and any(p.name not in begun for p in out.iterdir()):
         raise OutputError(f"{out}: is not empty, and nothing in it is overwritten; choose another --out")

@@ -52,6 +52,8 @@ def write_repo(
         SourceError: the source could not be read, or holds a value that does not fit.
         OutputError: the folder is in use, or could not be written.
     """
+    if checkpoint.folder.resolve() in out.resolve().parents:
+        raise OutputError(f"{out}: lies in the folder of the source; choose another --out")
     check_expert_scales(checkpoint, sorted({m.source for m in plan.modules if m.source_dtype == "NVFP4"}))
     losses = measure_losses(plan, checkpoint)
     copied = {p.name: read_whole(p) for p in _to_copy(checkpoint.folder)}
@@ -68,7 +70,7 @@ def write_repo(
             write_shards(plan, checkpoint, journal, progress, workers)
         except SourceError:
             if not journal.shards:
-                journal.discard()
+                journal.remove()
             raise
         written = journal.shards | {name: write_file(out / name, data) for name, data in contents.items()}
         written["config.json"] = Written(len(config), hashlib.sha256(config).hexdigest())

@@ -262,6 +262,7 @@ def _show_evidence(out: Path, evidence: dict) -> None:
 
 
 def _convert(source, bits, recipe, mtp, keep_mtp_fp16, experts, out, workers):
+    from ..convert.journal import check_unused
     from ..convert.stream import left_to_mlx
     from . import pipeline
     from .progress import Progress
@@ -269,7 +270,7 @@ def _convert(source, bits, recipe, mtp, keep_mtp_fp16, experts, out, workers):
 
     recipe, mtp = _recipe(bits, recipe), _mtp(mtp, keep_mtp_fp16)
     out = pipeline.default_out(source, recipe, mtp) if out is None else out
-    pipeline.check_unused(out)
+    check_unused(out)
     job = pipeline.prepare(source, recipe, mtp, experts)
     _show_plan(job, _say)
     for reason, nbytes in left_to_mlx(job.plan).items():

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from ..convert.checkpoint import Checkpoint, open_checkpoint, read_json
 from ..convert.hub import Source, find_source, source_name
-from ..convert.journal import check_unused
 from ..convert.losses import Losses
 from ..convert.plan import Plan
 from ..convert.planner import make_plan
@@ -17,7 +16,6 @@ from ..quantize.policy import MTP_POLICIES
 from .card import make_card
 from .recipe import load_recipe
 
-DEFAULT_SOURCE = "Motif-Technologies/Motif-3"
 DEMO = "demo"
 
 
@@ -148,6 +146,3 @@ def _policies(listed: str | None) -> list[str]:
     if wrong := [p for p in policies if p not in known]:
         raise RecipeError(f"--compare-mtp: {wrong[0]!r} is not one of {', '.join(known)}")
     return list(dict.fromkeys(policies))
-
-
-__all__ = ["DEFAULT_SOURCE", "Job", "check_unused", "convert", "default_out", "prepare"]
