@@ -68,7 +68,6 @@ def sole_run(out: Path) -> Iterator[None]:
     Raises:
         OutputError: the folder can't be made, or another run is at work in it.
     """
-    out = out.resolve()  # of `new/../out` only `out` is to be made
     made = [p for p in (out, *out.parents) if not p.exists()]
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -103,9 +102,10 @@ def check_unused(out: Path) -> None:
         raise OutputError(f"{out}: a link to nothing; choose another --out")
     above = next(p for p in (out.resolve(), *out.resolve().parents) if p.exists())
     if not above.is_dir():
-        raise OutputError(f"{above}: exists and is not a folder; choose another --out")
+        where = "exists and" if above == out.resolve() else f"can't be made: {above}"
+        raise OutputError(f"{out}: {where} is not a folder; choose another --out")
     if not os.access(above, os.W_OK | os.X_OK):
-        raise OutputError(f"{above}: you may not write there; choose another --out")
+        raise OutputError(f"{out}: you may not write in {above}; choose another --out")
     begun = {JOURNAL, f".{JOURNAL}.partial"}  # the second alone: killed before the first was there
     if out.is_dir() and not (out / JOURNAL).exists() and any(p.name not in begun for p in out.iterdir()):
         raise OutputError(f"{out}: is not empty, and nothing in it is overwritten; choose another --out")

@@ -24,12 +24,13 @@ class Finite(click.FloatRange):
 
 
 class Folder(click.Path):
-    """A path that has a name."""
+    """A path that has a name, and no `..` in it: to write to new/../out does not take a folder called new."""
 
     def convert(self, value, param, ctx):
         if not str(value):
             self.fail("is empty", param, ctx)
-        return super().convert(value, param, ctx)
+        path = super().convert(value, param, ctx)
+        return path.resolve() if ".." in path.parts else path
 
 
 def _given(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:

@@ -50,4 +50,4 @@ def test_a_place_below_a_file_is_refused_before_the_source_is_read(tmp_path):
     (tmp_path / "file").write_text("mine")
     result = motif_convert("convert", "--source", tmp_path / "no-source", "--out", tmp_path / "file" / "out")
     assert result.returncode == 2
-    assert f"{tmp_path / 'file'}: exists and is not a folder" in result.stderr
+    assert f"can't be made: {tmp_path / 'file'} is not a folder" in result.stderr
