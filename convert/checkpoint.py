@@ -10,7 +10,7 @@ import math
 import os
 import stat
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
@@ -46,18 +46,22 @@ class Checkpoint:
     """Headers of a checkpoint and its open files.
 
     Args:
-        folder: where the shards lie.
+        folder: where config.json lies.
         config: config.json.
         tensors: by name.
+        others: safetensors files that are no part of it.
         config_sha256, index_sha256: hex digests of config.json and of the index (None for a
             checkpoint of one file without index).
+        shard_folder: where the shards are read from.
     """
 
     folder: Path
     config: dict
     tensors: dict[str, TensorInfo]
+    others: frozenset[str]
     config_sha256: str
     index_sha256: str | None
+    shard_folder: Path
     _files: dict[str, int] = field(default_factory=dict)
     _lock: Lock = field(default_factory=Lock)
 
@@ -89,13 +93,14 @@ class Checkpoint:
     def _open(self, shard: str) -> int:
         with self._lock:
             if shard not in self._files:
-                self._files[shard] = os.open(self.folder / shard, os.O_RDONLY)
+                self._files[shard] = os.open(self.shard_folder / shard, os.O_RDONLY)
             return self._files[shard]
 
     def close(self) -> None:
-        for fd in self._files.values():
-            os.close(fd)
-        self._files.clear()
+        with self._lock:
+            for fd in self._files.values():
+                os.close(fd)
+            self._files.clear()
 
     def __enter__(self) -> "Checkpoint":
         return self
@@ -104,18 +109,25 @@ class Checkpoint:
         self.close()
 
 
-def open_checkpoint(folder: Path) -> Checkpoint:
+def open_checkpoint(
+    folder: Path, header: Callable[[str], list[TensorInfo]] | None = None, files: Iterable[str] = ()
+) -> Checkpoint:
     """Reads config.json, the index and every shard's header, and checks them against each other.
 
+    Args:
+        header: gives a shard's tensors (see `header_tensors`); None reads the folder's files.
+        files: names of shards that are not in the folder yet, but will be.
     Raises:
         SourceError: with all that is wrong with the folder's shards listed.
     """
+    header = header or (lambda shard: read_header(folder / shard))
+    present = {p.name for p in folder.glob("*.safetensors")} | {f for f in files if f.endswith(".safetensors")}
     config, config_sha = read_json(folder / "config.json")
     index_sha = None
     if (folder / INDEX).exists():
         weight_map, index_sha = _read_index(folder / INDEX)
         shards = sorted(set(weight_map.values()))
-    elif (folder / SINGLE).exists():
+    elif SINGLE in present:
         weight_map, shards = None, [SINGLE]
     else:
         raise SourceError(f"{folder}: holds neither {INDEX} nor {SINGLE}; is this a model's folder?")
@@ -123,7 +135,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     problems, tensors, broken = [], {}, set()
     for shard in shards:
         try:
-            found = read_header(folder / shard)
+            found = header(shard)
         except SourceError as e:
             problems.append(str(e))
             broken.add(shard)
@@ -134,11 +146,12 @@ def open_checkpoint(folder: Path) -> Checkpoint:
             tensors[info.name] = info
     if weight_map is not None:
         problems += _disagreements({n: s for n, s in weight_map.items() if s not in broken}, tensors)
-    strays = {p.name for p in folder.glob("model*.safetensors")} - set(shards)
-    problems += [f"{quoted(s)}: not in {INDEX}; remove it, or restore the index that names it" for s in sorted(strays)]
+    others = present - set(shards)
+    strays = sorted(name for name in others if name.startswith("model"))
+    problems += [f"{quoted(s)}: not in {INDEX}; remove it, or restore the index that names it" for s in strays]
     if problems:
         raise SourceError(listing(f"{folder}: the checkpoint is not whole", problems))
-    return Checkpoint(folder, config, tensors, config_sha, index_sha)
+    return Checkpoint(folder, config, tensors, frozenset(others), config_sha, index_sha, folder)
 
 
 def read_json(path: Path) -> tuple[dict, str]:
@@ -179,33 +192,40 @@ def parse_json(raw: bytes, where: str) -> dict:
 
 
 def read_header(path: Path) -> list[TensorInfo]:
+    """`header_tensors` of a file. Raises SourceError."""
+    with open_regular(path) as (fd, size):
+        return header_tensors(path.name, size, lambda start, count: os.pread(fd, count, start))
+
+
+def header_tensors(name: str, size: int, read: Callable[[int, int], bytes]) -> list[TensorInfo]:
     """The tensors of one safetensors file, checked against its size; offsets are the file's.
 
+    Args:
+        name, size: of the file, in bytes.
+        read: gives bytes of it: read(offset, count), fewer at its end.
     Raises:
         SourceError: naming the file, and the tensor where one is at fault.
     """
-    with open_regular(path) as (fd, size):
-        start = os.pread(fd, 8, 0)
-        if start == b"version ":
-            raise SourceError(f"{path.name}: a git-lfs pointer, not the file; run `git lfs pull`")
-        length = int.from_bytes(start, "little")
-        if len(start) < 8 or not 2 <= length <= MAX_HEADER_BYTES:
-            raise SourceError(f"{path.name}: not a safetensors file (header of {length} bytes in a file of {size})")
-        if 8 + length > size:
-            raise SourceError(f"{path.name}: cut off inside its header ({size} bytes); download it again")
-        raw = os.pread(fd, length, 8)
-    header = parse_json(raw, f"{path.name}: header")
+    start = read(0, 8)
+    if start == b"version ":
+        raise SourceError(f"{name}: a git-lfs pointer, not the file; run `git lfs pull`")
+    length = int.from_bytes(start, "little")
+    if len(start) < 8 or not 2 <= length <= MAX_HEADER_BYTES:
+        raise SourceError(f"{name}: not a safetensors file (header of {length} bytes in a file of {size})")
+    if 8 + length > size:
+        raise SourceError(f"{name}: cut off inside its header ({size} bytes); download it again")
+    header = parse_json(read(8, length), f"{name}: header")
     header.pop("__metadata__", None)
-    tensors = [_tensor_info(name, entry, path.name, 8 + length) for name, entry in header.items()]
+    tensors = [_tensor_info(tensor, entry, name, 8 + length) for tensor, entry in header.items()]
     end = 8 + length
     for info in sorted(tensors, key=lambda t: (t.offset, t.nbytes)):
         if info.offset != end:
             what = "overlaps the tensor before it" if info.offset < end else "leaves a gap before it"
-            raise SourceError(f"{path.name}: {quoted(info.name)} {what}")
+            raise SourceError(f"{name}: {quoted(info.name)} {what}")
         end += info.nbytes
     if end != size:
         what = "cut off" if size < end else "longer than its header says"
-        raise SourceError(f"{path.name}: {what}: {size} bytes, the header says {end}; download it again")
+        raise SourceError(f"{name}: {what}: {size} bytes, the header says {end}; download it again")
     return tensors
 
 

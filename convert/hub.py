@@ -1,74 +1,99 @@
-"""Where a source comes from. The only importer of huggingface_hub."""
+"""Files of one commit of a Hub repository, and what goes wrong on the way to them."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..quantize.errors import SourceError
+from ..quantize.errors import SourceError, quoted
 
-SOURCE_FILES = (
-    "*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken", "LICENSE*", "LICENCE*", "NOTICE*",
-    "README.md",
-)  # fmt: skip
+
+@dataclass(frozen=True)
+class HubFile:
+    """A file of a repository. `digest`: the sha256 of an LFS file, of others git's sha1 of the blob; it names the
+    file in the Hub cache."""
+
+    name: str
+    size: int
+    digest: str
 
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint's folder, the name it goes by, and the commit it is (None for a local folder)."""
+    """A checkpoint's folder, the name it goes by, and the commit it is (None for a local folder).
+
+    Args:
+        files: what the repository holds at that commit, by name; empty where nothing is to be fetched.
+    """
 
     id: str
     revision: str | None
     folder: Path
+    files: dict[str, HubFile] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
         return self.id.rsplit("/", 1)[-1]
 
 
-def find_source(source: str) -> Source:
-    """A local folder, or a repository in the local Hub cache.
+def read_range(source: Source, name: str, start: int, count: int) -> bytes:
+    """Bytes of a file that need not be here. Raises SourceError."""
+    from huggingface_hub import hf_hub_url
+    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
 
-    Raises:
-        SourceError: neither is there.
-    """
-    folder = Path(source)
-    if folder.is_dir():
-        return _in_cache(folder.resolve()) or Source(folder.resolve().name, None, folder)
-    if folder.exists():
-        raise SourceError(f"{source}: not a folder; name the folder that holds config.json")
-    if not _is_repo_id(source):
-        raise SourceError(f"{source}: no such folder, and not a Hub repo id such as owner/name")
-    return _cached(source)
-
-
-def source_name(source: str) -> str:
-    """The name that builds of a source carry: a folder's, or a repository's without its owner."""
-    folder = Path(source).resolve()
-    cached = _in_cache(folder)
-    return cached.name if cached else folder.name
+    url = hf_hub_url(source.id, name, revision=source.revision)
+    headers = build_hf_headers() | {"Range": f"bytes={start}-{start + count - 1}", "Accept-Encoding": "identity"}
+    with hub_errors(source.id, source.revision):
+        response = http_backoff("GET", url, headers=headers, follow_redirects=True)
+        hf_raise_for_status(response)
+    data = response.content
+    if response.status_code != 206 or len(data) > count:
+        raise SourceError(f"{source.id}: {name}: the server does not answer for parts of files")
+    return data
 
 
-def _in_cache(folder: Path) -> Source | None:
-    """The repository and commit of a snapshot folder of the Hub cache, named by its path."""
-    cache = folder.parent.parent
-    if folder.parent.name != "snapshots" or not cache.name.startswith("models--"):
-        return None
-    return Source(cache.name.removeprefix("models--").replace("--", "/", 1), folder.name, folder)
+@contextmanager
+def hub_errors(repo: str, revision: str | None = None) -> Iterator[None]:
+    """Says what went wrong between here and the Hub in a line. Raises SourceError."""
+    from huggingface_hub import errors
 
-
-def _is_repo_id(source: str) -> bool:
-    owner, _, name = source.partition("/")
-    ok = all(c.isascii() and (c.isalnum() or c in "-_.") for c in owner + name)
-    return bool(ok and owner and name and owner[0] != "." and name[0] != ".")
-
-
-def _cached(repo: str) -> Source:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
+    at = f"{repo} at revision {revision}" if revision else repo
     try:
-        folder = snapshot_download(repo, local_files_only=True, allow_patterns=list(SOURCE_FILES))
-    except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError):
+        yield
+    except errors.GatedRepoError:
         raise SourceError(
-            f"{repo}: not in the local Hub cache; run `hf download {repo}` first, or name a local folder"
+            f"{repo}: gated; accept its conditions on its page, then `hf auth login`, or set HF_TOKEN"
         ) from None
-    return Source(repo, Path(folder).name, Path(folder))
+    except errors.RepositoryNotFoundError:
+        raise SourceError(
+            f"{repo}: no such repository, or a private one that you may not see; see `hf auth whoami`"
+        ) from None
+    except errors.RevisionNotFoundError:
+        raise SourceError(f"{repo}: has no revision {revision!r}; give a branch, a tag or a commit") from None
+    except errors.LocalEntryNotFoundError as e:
+        raise SourceError(f"{at}: {_because(e.__cause__)}") from None
+    except errors.EntryNotFoundError as e:
+        raise SourceError(f"{at}: {_file_of(e)} is not there; is it a model in safetensors format?") from None
+    except errors.HFValidationError as e:
+        raise SourceError(f"{repo}: not a Hub repo id: {quoted(e)}") from None
+    except (errors.HTTPError, errors.OfflineModeIsEnabled) as e:
+        raise SourceError(f"{at}: {_because(e)}") from None
+
+
+def _because(error: BaseException | None) -> str:
+    response = getattr(error, "response", None)
+    if response is None:
+        what = type(error).__name__ if error else "no answer"
+        return f"the Hub can't be reached ({what}); try again later, or set HF_HUB_OFFLINE=1 to use what is cached"
+    status = response.status_code
+    remedy = {
+        401: "the token is not valid: `hf auth login`, or set HF_TOKEN",
+        403: "the token may not read it: see https://huggingface.co/settings/tokens",
+        429: "too many requests: wait, then run the same command again",
+    }.get(status, "run the same command again to go on")
+    return f"the Hub answered {status}; {remedy}"
+
+
+def _file_of(error: BaseException) -> str:
+    response = getattr(error, "response", None)
+    return response.request.url.path.rsplit("/", 1)[-1] if response is not None else "a file"

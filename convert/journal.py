@@ -17,7 +17,12 @@ JOURNAL = ".motif-convert.json"
 
 @dataclass
 class Journal:
-    """What an unfinished run has done, beside its shards; see `open_journal`."""
+    """What an unfinished run has done, beside its shards; see `open_journal`.
+
+    Args:
+        shards: finished ones.
+        requantized: `losses.requantization_errors` of what is in them.
+    """
 
     path: Path
     plan_hash: str
@@ -25,6 +30,7 @@ class Journal:
     recipe: str
     mtp: str
     shards: dict[str, Written] = field(default_factory=dict)
+    requantized: dict[str, list[float]] = field(default_factory=dict)
 
     def save(self) -> None:
         state = asdict(self)
@@ -33,6 +39,11 @@ class Journal:
 
     def remove(self) -> None:
         self.path.unlink()
+
+    def discard(self) -> None:
+        """Undoes a run that has got nothing done."""
+        if [p.name for p in self.path.parent.iterdir()] == [self.path.name]:
+            self.remove()
 
 
 def open_journal(out: Path, plan: Plan, version: str) -> Journal:
@@ -51,6 +62,7 @@ def open_journal(out: Path, plan: Plan, version: str) -> Journal:
         differs = [k for k in ("version", "recipe", "mtp", "plan_hash") if state[k] != getattr(fresh, k)]
         if not differs:
             fresh.shards = {k: Written(**v) for k, v in state["shards"].items()}
+            fresh.requantized = {k: [float(error), float(power)] for k, (error, power) in state["requantized"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise OutputError(f"{fresh.path}: not readable as the state of a run; choose another --out") from None
     if differs:

@@ -1,5 +1,8 @@
 """What a plan's roundings cost, measured before anything is written."""
 
+import math
+import sys
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -34,6 +37,11 @@ class CastReport:
             self.max_change, self.tensor = float(change.max()), name
 
 
+def cast_modules(plan: Plan) -> list[Module]:
+    """The modules whose values are cast: the MTP head's alone, as a rule."""
+    return [m for m in plan.modules if not isinstance(m.precision, Quantized) and m.stored[0].dtype != m.float_dtype]
+
+
 def check_casts(plan: Plan, checkpoint: Checkpoint) -> CastReport | None:
     """What the plan's casts will cost, or None if it has none.
 
@@ -44,13 +52,10 @@ def check_casts(plan: Plan, checkpoint: Checkpoint) -> CastReport | None:
         SourceError: naming the tensor with a finite value that overflows.
     """
     report = CastReport()
-    for module in plan.modules:
-        (stored, *_) = module.stored
-        if isinstance(module.precision, Quantized) or stored.dtype == module.float_dtype:
-            continue
-        row = 0
+    for module in cast_modules(plan):
+        (stored,), row = module.stored, 0
         for block in blocks(module, checkpoint):
-            _, change = cast(block, module.source_dtype, stored.dtype)
+            _, change = cast(block, module.float_dtype, stored.dtype)
             if (over := np.argwhere(np.isinf(change))).size:
                 at = [int(over[0][0]) + row, int(over[0][1])]
                 raise SourceError(
@@ -80,25 +85,34 @@ class RequantizationReport:
         return asdict(self)
 
 
-def requantization(plan: Plan, checkpoint: Checkpoint) -> RequantizationReport | None:
-    """Measures what quantizing NVFP4 experts again costs, or None if the plan does not do it.
+def requantization_errors(modules: Iterable[Module], checkpoint: Checkpoint) -> dict[str, list[float]]:
+    """What quantizing NVFP4 experts again costs, of the first, the middle and the last expert of every stack.
 
+    Returns:
+        matrix -> sum of squared errors, and of squares; empty for modules that are not quantized again.
     Raises:
         SourceError: a block scale is unusable.
     """
-    errors, powers = {}, {}
-    for module in plan.modules:
-        if module.source_dtype == "NVFP4" and isinstance(module.precision, Quantized) and module.precision != NVFP4:
-            experts = module.shape[0]
-            for expert in sorted({0, experts // 2, experts - 1}):
-                key = f"{module.path} expert {expert}"
-                errors[key], powers[key] = _requantization_error(module, checkpoint, expert)
-    if not errors:
+    return {
+        f"{module.path} expert {expert}": list(_requantization_error(module, checkpoint, expert))
+        for module in modules
+        if module.source_dtype == "NVFP4" and isinstance(module.precision, Quantized) and module.precision != NVFP4
+        for expert in sorted({0, module.shape[0] // 2, module.shape[0] - 1})
+    }
+
+
+def requantization(plan: Plan, errors: dict[str, list[float]]) -> RequantizationReport | None:
+    """Adds up `requantization_errors` of all modules, in the plan's order; None where there are none."""
+    places = {m.path: i for i, m in enumerate(plan.modules)}
+    ordered = dict(sorted(errors.items(), key=lambda e: (places[e[0].split(" ")[0]], int(e[0].split(" ")[-1]))))
+    if not ordered:
         return None
-    relative = {k: float(np.sqrt(errors[k] / powers[k])) if powers[k] else 0.0 for k in errors}
+    relative = {k: math.sqrt(error / power) if power else 0.0 for k, (error, power) in ordered.items()}
     worst = max(relative, key=relative.get)
-    total = float(np.sqrt(sum(errors.values()) / max(sum(powers.values()), np.finfo(float).tiny)))
-    return RequantizationReport(len(errors), total, relative[worst], worst)
+    total = math.sqrt(
+        sum(e for e, _ in ordered.values()) / max(sum(p for _, p in ordered.values()), sys.float_info.min)
+    )
+    return RequantizationReport(len(ordered), total, relative[worst], worst)
 
 
 def _requantization_error(module: Module, checkpoint: Checkpoint, expert: int) -> tuple[float, float]:
@@ -125,8 +139,3 @@ class Losses:
 
     casts: CastReport | None
     requantized: RequantizationReport | None
-
-
-def measure_losses(plan: Plan, checkpoint: Checkpoint) -> Losses:
-    """Reads what has to be known before anything is written. Raises SourceError."""
-    return Losses(check_casts(plan, checkpoint), requantization(plan, checkpoint))

@@ -67,7 +67,7 @@ def make_plan(checkpoint: Checkpoint, recipe: Recipe, mtp: str | None = None, re
         has_mtp=bool(head) and not dropping,
         nvfp4=nvfp4,
         requantize=requantize,
-        unused=tuple(f for f in (SIDECAR,) if nvfp4 and (checkpoint.folder / f).exists()),
+        unused=tuple(f for f in (SIDECAR,) if nvfp4 and f in checkpoint.others),
         config_sha256=checkpoint.config_sha256,
         index_sha256=checkpoint.index_sha256,
     )

@@ -12,11 +12,12 @@ from .checkpoint import INDEX, Checkpoint, read_whole
 from .config import MODEL_FILE, built_config
 from .hub import Source
 from .journal import check_unused, open_journal, sole_run
-from .losses import Losses, measure_losses
+from .losses import Losses, cast_modules, check_casts, requantization
 from .nvfp4 import check_expert_scales
 from .plan import Plan
 from .shards import Written, as_json, index_json, write_file
 from .stream import write_shards
+from .supply import AtHand, Downloads
 
 PROVENANCE = "motif-convert.json"
 PROVENANCE_FORMAT = 1
@@ -37,6 +38,7 @@ def write_repo(
     card: Callable[[Losses], str],
     progress: Callable[[int, str], None],
     workers: int | None = None,
+    supply: AtHand | Downloads | None = None,
 ) -> Losses:
     """Converts `checkpoint` into the MLX repository `out`, or goes on with an interrupted run.
 
@@ -46,6 +48,7 @@ def write_repo(
         card: makes README.md.
         progress: called with bytes of source done and the name of the shard.
         workers: threads that read and quantize; None for one a processor.
+        supply: brings the source's shards; None where they are at hand.
     Returns:
         What casting the MTP head and quantizing NVFP4 experts again cost.
     Raises:
@@ -54,24 +57,28 @@ def write_repo(
     """
     if checkpoint.folder.resolve() in out.resolve().parents:
         raise OutputError(f"{out}: lies in the folder of the source; choose another --out")
-    check_expert_scales(checkpoint, sorted({m.source for m in plan.modules if m.source_dtype == "NVFP4"}))
-    losses = measure_losses(plan, checkpoint)
-    copied = {p.name: read_whole(p) for p in _to_copy(checkpoint.folder)}
-    contents = copied | {
-        MODEL_FILE: (files(__package__) / MODEL_FILE).read_bytes(),
-        "README.md": card(losses).encode(),
-        INDEX: index_json(plan),
-    }
-    config = as_json(built_config(checkpoint.config, plan.quantized, plan.dominant, plan.config_keys()))
+    supply = supply or AtHand()
+    if isinstance(supply, AtHand):  # else every output's scales before it is written
+        check_expert_scales(checkpoint, sorted({m.source for m in plan.modules if m.source_dtype == "NVFP4"}))
     check_unused(out)
     with sole_run(out):
         journal = open_journal(out, plan, version("motif-convert"))
         try:
-            write_shards(plan, checkpoint, journal, progress, workers)
+            supply.have(frozenset(checkpoint.tensors[s].shard for m in cast_modules(plan) for s in m.sources))
+            casts = check_casts(plan, checkpoint)
+            copied = {p.name: read_whole(p) for p in _to_copy(checkpoint.folder)}
+            write_shards(plan, checkpoint, journal, progress, workers, supply)
         except SourceError:
-            if not journal.shards:
-                journal.remove()
+            journal.discard()
             raise
+        supply.close()
+        losses = Losses(casts, requantization(plan, journal.requantized))
+        contents = copied | {
+            MODEL_FILE: (files(__package__) / MODEL_FILE).read_bytes(),
+            "README.md": card(losses).encode(),
+            INDEX: index_json(plan),
+        }
+        config = as_json(built_config(checkpoint.config, plan.quantized, plan.dominant, plan.config_keys()))
         written = journal.shards | {name: write_file(out / name, data) for name, data in contents.items()}
         written["config.json"] = Written(len(config), hashlib.sha256(config).hexdigest())
         write_file(out / PROVENANCE, as_json(_provenance(plan, source, losses, written)))

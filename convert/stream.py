@@ -13,10 +13,12 @@ from ..quantize.kernels import RAW_DTYPES, affine_quantize, cast, why_not_compil
 from ..quantize.precision import NVFP4, Quantized
 from .checkpoint import Checkpoint
 from .journal import Journal
-from .nvfp4 import SPAN, expert_scales
+from .losses import requantization_errors
+from .nvfp4 import SPAN, check_expert_scales, expert_scales
 from .plan import Module, Plan
 from .rows import Rows, float_reader, float_runs, read_block_scales, read_rows, row_runs
 from .shards import HashedFile, new_file, shard_header
+from .supply import AtHand, Downloads, shard_needs
 from .workers import Buffers, Workers, processors
 
 
@@ -26,28 +28,37 @@ def write_shards(
     journal: Journal,
     progress: Callable[[int, str], None],
     workers: int | None = None,
+    supply: AtHand | Downloads | None = None,
 ) -> None:
     """Writes every shard of the plan that the journal lacks.
 
     Args:
         progress: called with bytes of source done and the shard's name.
         workers: threads that read and quantize; None for one a processor. The bytes do not depend on it.
+        supply: brings the source's shards; None where they are at hand.
     Raises:
         SourceError, OutputError.
     """
+    supply, needs, shards = supply or AtHand(), shard_needs(plan, checkpoint), plan.shards
+    for name, modules in shards.items():
+        done, path = journal.shards.get(name), journal.path.parent / name
+        if done and path.is_file() and path.stat().st_size == done.size:
+            progress(sum(m.source_nbytes for m in modules), name)
+            del needs[name]
     with Workers(workers or processors()) as threads:
-        for name, modules in plan.shards.items():
-            path = journal.path.parent / name
-            done = journal.shards.get(name)
-            if done and path.is_file() and path.stat().st_size == done.size:
-                progress(sum(m.source_nbytes for m in modules), name)
-                continue
-            with new_file(path) as file:
+        for name in supply.begin(needs):
+            supply.need(name)
+            modules = shards[name]
+            check_expert_scales(checkpoint, sorted({m.source for m in modules if m.source_dtype == "NVFP4"}))
+            with new_file(journal.path.parent / name) as file:
                 file.write(shard_header(modules))
                 for module in modules:
                     _write_module(module, checkpoint, file, threads, lambda n, name=name: progress(n, name))
             journal.shards[name] = file.written()
+            journal.requantized |= requantization_errors(modules, checkpoint)
             journal.save()
+            checkpoint.close()  # a file that is open keeps its place on the disk
+            supply.release(name)
 
 
 def left_to_mlx(plan: Plan) -> dict[str, int]:

@@ -52,6 +52,8 @@ def build_options(command: Callable) -> Callable:
                 callback=_given,
                 help="Hub repo id, local folder, or the small trained checkpoint that ships with this program.",
             ),
+            click.option("--revision", callback=_given, help="Branch, tag or commit of a Hub source."),
+            click.option("--stream", is_flag=True, help="Keep a Hub source's shards only as long as they are needed."),
             click.option("--bits", type=click.Choice(BITS), help="Built-in recipe.  [default: 4.5]"),
             click.option("--recipe", metavar="NAME|FILE", help="Any recipe: 4.5bit, 8bit, bf16, or a YAML file."),
             click.option(
@@ -95,7 +97,7 @@ class Group(click.Group):
 @click.option("--no-verify", is_flag=True, help="Leave out the check of every group against the source.")
 @click.version_option(package_name="motif-convert", message="%(prog)s %(version)s")
 @click.pass_context
-def cli(ctx, source, bits, recipe, mtp, keep_mtp_fp16, experts, out, workers, prompt, max_tokens, no_verify):
+def cli(ctx, prompt, max_tokens, no_verify, **build):
     """Quantized MLX builds of Motif-3.
 
     Without a command: plan, convert, a short generation with the result, verify, smoke, and a table that says
@@ -109,7 +111,12 @@ def cli(ctx, source, bits, recipe, mtp, keep_mtp_fp16, experts, out, workers, pr
         return
     from ..validate.generate import PROMPT, why_not
 
-    job, out = _convert(source, bits, recipe, mtp, keep_mtp_fp16, experts, out, workers)
+    if build["stream"] and not no_verify:
+        raise click.UsageError(
+            "--stream keeps no source to verify against; add --no-verify, and run `motif-convert verify` when you "
+            "have the room"
+        )
+    job, out = _convert(**build)
     reason = why_not(out, job.plan.total_bytes)
     if reason:
         _say(f"No text generated: {reason}.")
@@ -131,24 +138,28 @@ def cli(ctx, source, bits, recipe, mtp, keep_mtp_fp16, experts, out, workers, pr
 @cli.command()
 @build_options
 @click.option("--json", "as_json", is_flag=True, help="Every tensor, as JSON.")
-def plan(source, bits, recipe, mtp, keep_mtp_fp16, experts, as_json):
-    """Show what would be written, from headers alone."""
-    from .pipeline import prepare
+def plan(source, revision, stream, bits, recipe, mtp, keep_mtp_fp16, experts, as_json):
+    """Show what would be downloaded and written, from headers alone."""
+    from .disk import disk_json
+    from .pipeline import default_out, prepare
 
-    job = prepare(source, _recipe(bits, recipe), _mtp(mtp, keep_mtp_fp16), experts)
+    recipe, mtp = _recipe(bits, recipe), _mtp(mtp, keep_mtp_fp16)
+    job = prepare(source, recipe, mtp, experts, revision)
+    out = default_out(source, recipe, mtp)
     if as_json:
-        click.echo(json.dumps(job.plan.as_dict() | {"plan_hash": job.plan.plan_hash}, indent=1))
+        disks = disk_json(job, out, stream)
+        click.echo(json.dumps(job.plan.as_dict() | {"plan_hash": job.plan.plan_hash} | disks, indent=1))
     else:
-        _show_plan(job, click.echo)
+        _show_plan(job, out, stream, click.echo)
 
 
 @cli.command()
 @build_options
 @out_option
 @workers_option
-def convert(source, bits, recipe, mtp, keep_mtp_fp16, experts, out, workers):
+def convert(**build):
     """Write the MLX repository, or go on with an interrupted run."""
-    _convert(source, bits, recipe, mtp, keep_mtp_fp16, experts, out, workers)
+    _convert(**build)
 
 
 @cli.command()
@@ -166,15 +177,19 @@ def inspect(folder, as_json):
 @cli.command()
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
 @click.option("--source", metavar="REPO|DIR|demo", help="What DIR was made from.  [default: what it names]")
+@click.option("--revision", help="Branch, tag or commit of a Hub --source.")
 @click.option("--sample", type=Finite(0, 1, min_open=True), help="Fraction to compare, for a quick look.")
 @click.option("--workers", type=click.IntRange(1), help="Processes.  [default: one a processor]")
 @click.option("--json", "as_json", is_flag=True, help="The findings as JSON.")
 @click.pass_context
-def verify(ctx, folder, source, sample, workers, as_json):
+def verify(ctx, folder, source, revision, sample, workers, as_json):
     """Check every group of a build against its source; record it in validation.json."""
     from .pipeline import open_source, source_of
 
-    checkpoint = open_source(source or source_of(folder))[1]
+    if revision and not source:
+        raise click.UsageError("--revision goes with --source")
+    found, checkpoint = open_source(*((source, revision) if source else source_of(folder)))
+    _fetch(found, checkpoint)
     found = _verify(folder, checkpoint, sample, workers, quiet=as_json)
     if as_json:
         click.echo(json.dumps(found.as_dict(), indent=1))
@@ -212,6 +227,20 @@ def smoke(ctx, folder, as_json, **options):
         click.echo(heads_text(evidence["heads"]))
     if not result["passed"]:
         ctx.exit(1)
+
+
+def _fetch(source, checkpoint) -> None:
+    """Brings what a Hub source lacks here."""
+    from .pipeline import fetch_shards
+    from .progress import Progress
+
+    shards = {t.shard for t in checkpoint.tensors.values()}
+    if source.files:
+        progress = Progress(sum(source.files[s].size for s in shards), "download")
+        try:
+            fetch_shards(source, shards, progress)
+        finally:
+            progress.close()
 
 
 def _verify(folder: Path, checkpoint, sample: float | None, workers: int | None, quiet: bool = False):
@@ -262,28 +291,36 @@ def _show_evidence(out: Path, evidence: dict) -> None:
     _say(f"Evidence: {out / EVIDENCE} and {out / PICTURE}")
 
 
-def _convert(source, bits, recipe, mtp, keep_mtp_fp16, experts, out, workers):
+def _convert(source, revision, stream, bits, recipe, mtp, keep_mtp_fp16, experts, out, workers):
     from ..convert.journal import check_unused
     from ..convert.stream import left_to_mlx
     from . import pipeline
+    from .disk import check_space, download_of
     from .progress import Progress
     from .show import experts_sentence, human_bytes, mtp_sentence
 
     recipe, mtp = _recipe(bits, recipe), _mtp(mtp, keep_mtp_fp16)
     out = pipeline.default_out(source, recipe, mtp) if out is None else out
     check_unused(out)
-    job = pipeline.prepare(source, recipe, mtp, experts)
-    _show_plan(job, _say)
+    job = pipeline.prepare(source, recipe, mtp, experts, revision)
+    if stream and not job.source.files:
+        raise click.UsageError("--stream is for a source on the Hub; this one is on this machine already")
+    _show_plan(job, out, stream, _say)
+    check_space(job, out, stream)
     for reason, nbytes in left_to_mlx(job.plan).items():
         _say(f"{human_bytes(nbytes)} of source go through mx.quantize, slowly and to the same bytes: {reason}.")
+    download = download_of(job, out, stream)
+    downloaded = Progress(download.nbytes, "download") if download else None
     progress = Progress(job.source_bytes, "convert")
     try:
-        losses = pipeline.convert(job, out, progress, workers)
+        losses = pipeline.convert(job, out, progress, workers, stream, downloaded or (lambda count, name: None))
     except KeyboardInterrupt:
         _say(f"Interrupted. Run the same command again (--out {out}) to go on.")
         raise
     finally:
         progress.close()
+        if downloaded:
+            downloaded.close()
     _say(mtp_sentence(job.plan, losses))
     if losses.requantized:
         _say(experts_sentence(job.plan, losses))
@@ -300,9 +337,12 @@ def _generate(out: Path, prompt: str, max_tokens: int) -> None:
     click.echo()
 
 
-def _show_plan(job, say: Callable[[str], None]) -> None:
+def _show_plan(job, out: Path, stream: bool, say: Callable[[str], None]) -> None:
+    from .disk import disk_lines
     from .show import family_rows, text_table
 
+    if job.source.revision:
+        say(f"Source: {job.source.id} at commit {job.source.revision}")
     say(text_table(family_rows(job.plan)))
     shards = len(job.plan.shards)
     say(f"Recipe {job.plan.recipe.name}, MTP head {job.plan.mtp}, {shards} shard{'s' if shards > 1 else ''}.")
@@ -314,6 +354,8 @@ def _show_plan(job, say: Callable[[str], None]) -> None:
         say(f"{file}: activation scales, which a weight-only build does not use; not copied.")
     if job.plan.dropped:
         say(f"Dropped on purpose: {len(job.plan.dropped)} tensors of the MTP head (model.mtp_layers.0.*).")
+    for line in disk_lines(job, out, stream):
+        say(line)
 
 
 def _recipe(bits: str | None, recipe: str | None) -> str:

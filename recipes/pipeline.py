@@ -1,22 +1,26 @@
 """The stages, composed: plan, convert, and a short generation. Later stages go where they are named."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import closing
 from dataclasses import dataclass
 from importlib.resources import as_file, files
 from pathlib import Path
 
 from ..convert.checkpoint import Checkpoint, open_checkpoint, read_json
-from ..convert.hub import Source, find_source, source_name
+from ..convert.hub import Source
 from ..convert.losses import Losses
 from ..convert.plan import Plan
 from ..convert.planner import make_plan
 from ..convert.repo import PROVENANCE, write_repo
+from ..convert.sources import find_source, shard_reader, source_name
+from ..convert.supply import AtHand, Downloads
 from ..quantize.errors import RecipeError, SourceError
 from ..quantize.policy import MTP_POLICIES
 from .card import make_card
 from .recipe import load_recipe
 
 DEMO = "demo"
+STREAMED = ".source"  # folder of a build in the making that holds source shards for a while
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ class Job:
         return sum(m.source_nbytes for m in self.plan.modules)
 
 
-def prepare(source: str, recipe: str, mtp: str | None, experts: str | None = None) -> Job:
+def prepare(source: str, recipe: str, mtp: str | None, experts: str | None = None, revision: str | None = None) -> Job:
     """Finds and opens the source, and plans its conversion; headers only.
 
     Args:
@@ -40,32 +44,47 @@ def prepare(source: str, recipe: str, mtp: str | None, experts: str | None = Non
         recipe: a built-in recipe's name, or a file.
         mtp: an MTP policy that overrides the recipe's.
         experts: "affine" to quantize NVFP4 experts again where the recipe gives them 4 bits.
+        revision: of a Hub repository: branch, tag or commit.
     Raises:
         SourceError, RecipeError.
     """
     rules = load_recipe(recipe)
-    found, checkpoint = open_source(source)
+    found, checkpoint = open_source(source, revision)
     return Job(found, checkpoint, make_plan(checkpoint, rules, mtp, experts == "affine"))
 
 
-def open_source(source: str) -> tuple[Source, Checkpoint]:
+def open_source(source: str, revision: str | None = None) -> tuple[Source, Checkpoint]:
     """Finds a source and opens it, headers only. Raises SourceError."""
-    found = _demo() if source == DEMO else find_source(source)
-    return found, open_checkpoint(found.folder)
+    if source == DEMO and revision is not None:
+        raise SourceError("demo: has no revisions; --revision goes with a Hub repo id")
+    found = _demo() if source == DEMO else find_source(source, revision)
+    return found, open_checkpoint(found.folder, shard_reader(found), found.files)
 
 
-def source_of(folder: Path) -> str:
-    """The source that a build's motif-convert.json names, as --source takes it.
+def fetch_shards(source: Source, shards: Iterable[str], progress: Callable[[int, str], None]) -> None:
+    """Brings shards of a Hub repository into the Hub cache, checked; nothing to do for a local source.
+
+    Raises:
+        SourceError: one could not be had.
+    """
+    if source.files:
+        with closing(Downloads(source, progress, None, {})) as downloads:
+            downloads.have(frozenset(shards))
+
+
+def source_of(folder: Path) -> tuple[str, str | None]:
+    """The source that a build's motif-convert.json names, as --source and --revision take it.
 
     Raises:
         SourceError: it names none that can be found from here.
     """
     made = read_json(folder / PROVENANCE)[0]
-    name = made.get("source", {}).get("id") if isinstance(made.get("source"), dict) else None
+    stated = made.get("source") if isinstance(made.get("source"), dict) else {}
+    name, revision = stated.get("id"), stated.get("revision")
     if name == _demo().id:
-        return DEMO
+        return DEMO, None
     if isinstance(name, str) and "/" in name:
-        return name
+        return name, revision if isinstance(revision, str) else None
     raise SourceError(f"{folder}: made from the folder {name}; give it with --source")
 
 
@@ -82,9 +101,25 @@ def default_out(source: str, recipe: str, mtp: str | None) -> Path:
     return Path(f"{name}-mlx-{rules.name}{suffix}")
 
 
-def convert(job: Job, out: Path, progress: Callable[[int, str], None], workers: int | None = None) -> Losses:
-    """Writes the MLX repository; see `write_repo`."""
-    with job.checkpoint as checkpoint:
+def convert(
+    job: Job,
+    out: Path,
+    progress: Callable[[int, str], None],
+    workers: int | None = None,
+    stream: bool = False,
+    downloaded: Callable[[int, str], None] = lambda count, name: None,
+) -> Losses:
+    """Writes the MLX repository; see `write_repo`.
+
+    Args:
+        stream: hold a Hub source's shards only as long as an unfinished output needs them.
+        downloaded: called with bytes that arrived from the Hub, and a shard's name once it is whole.
+    """
+    into = out / STREAMED if stream else None
+    outputs = {name: sum(m.nbytes for m in modules) for name, modules in job.plan.shards.items()}
+    supply = Downloads(job.source, downloaded, into, outputs) if job.source.files else AtHand()
+    with job.checkpoint as checkpoint, closing(supply):
+        checkpoint.shard_folder = into or checkpoint.folder
         return write_repo(
             job.plan,
             checkpoint,
@@ -93,6 +128,7 @@ def convert(job: Job, out: Path, progress: Callable[[int, str], None], workers: 
             lambda losses: make_card(job.plan, job.source, checkpoint, losses),
             progress,
             workers,
+            supply,
         )
 
 
@@ -127,7 +163,11 @@ def smoke(
     minimum = recipe.min_acceptance if minimum is None else minimum
     asked, corpus = read_prompts(prompts), read_text(text)
     policies = _policies(compare_mtp)
-    checkpoint = open_source(source or source_of(folder))[1] if policies else None
+    checkpoint = None
+    if policies:
+        found, checkpoint = open_source(*((source, None) if source else source_of(folder)))
+        head = {t.shard for t in checkpoint.tensors.values() if ".mtp_layers." in t.name}
+        fetch_shards(found, head, lambda count, name: say(f"{name}: downloaded") if name else None)
     build = load_build(folder, dtype)
     result = run(build, asked, corpus, tokens, drafts, temperature, minimum, seed, say)
     evidence = record(folder, "smoke", result)

@@ -2,12 +2,13 @@
 
 import sys
 import time
+from threading import Lock
 
 from .show import human_bytes
 
 
 class Progress:
-    """Counts bytes of source done.
+    """Counts bytes of source done, from any thread.
 
     Args:
         total: bytes of source in all.
@@ -18,18 +19,20 @@ class Progress:
         self.total, self.done, self.label = total, 0, ""
         self.started = time.monotonic()
         self.bar = None
+        self.lock = Lock()  # downloads call from several threads
         if sys.stderr.isatty():
             from tqdm import tqdm
 
             self.bar = tqdm(total=total, unit="B", unit_scale=True, desc=stage, dynamic_ncols=True)
 
     def __call__(self, count: int, label: str) -> None:
-        self.done += count
-        if self.bar is not None:
-            self.bar.update(count)
-        elif label != self.label:
-            self._line()
-        self.label = label
+        with self.lock:
+            self.done += count
+            if self.bar is not None:
+                self.bar.update(count)
+            elif label != self.label:
+                self._line()
+            self.label = label
 
     def _line(self) -> None:
         if self.label:

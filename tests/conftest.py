@@ -100,14 +100,24 @@ def write_safetensors(path: Path, tensors: dict[str, tuple[str, tuple, bytes]]) 
     path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(data for _, _, data in tensors.values()))
 
 
-def write_checkpoint(folder: Path, config: dict, weights: dict[str, np.ndarray], shards: int = 3) -> Path:
-    """A sharded BF16 checkpoint; tensors are dealt round, so that those of a layer lie in different shards."""
+def write_checkpoint(
+    folder: Path, config: dict, weights: dict[str, np.ndarray], shards: int = 3, dealt: bool = True
+) -> Path:
+    """A sharded BF16 checkpoint; tensors are dealt round, so that those of a layer lie in different shards, or
+    shards follow the layers, as in the real one."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     weight_map = {}
+    ends = np.cumsum([w.nbytes for w in weights.values()])
+    home = (
+        np.arange(len(weights)) % shards
+        if dealt
+        else np.unique((ends - 1) * shards // ends[-1], return_inverse=True)[1]
+    )
+    shards = int(home.max()) + 1  # fewer where a tensor is larger than a shard would be
     for i in range(shards):
         shard = f"model-{i + 1:05d}-of-{shards:05d}.safetensors"
-        names = list(weights)[i::shards]
+        names = [name for name, where in zip(weights, home, strict=True) if where == i]
         write_safetensors(folder / shard, {n: ("BF16", weights[n].shape, weights[n].tobytes()) for n in names})
         weight_map |= dict.fromkeys(names, shard)
     total = sum(w.nbytes for w in weights.values())
@@ -133,8 +143,13 @@ def read_safetensors(folder: Path) -> dict[str, tuple[str, tuple, bytes]]:
 def motif_convert(*args: object, cwd: Path | None = None, env: dict | None = None) -> subprocess.CompletedProcess:
     """Runs the installed command; its output is text."""
     command = [str(Path(sys.executable).with_name("motif-convert")), *map(str, args)]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1"} | (env or {})
+    environment = environment_with({"HF_HUB_OFFLINE": "1"} | (env or {}))
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600)
+
+
+def environment_with(changes: dict[str, str | None]) -> dict[str, str]:
+    """This process's environment with some variables set, and those that are None taken out."""
+    return {k: v for k, v in (os.environ | changes).items() if v is not None}
 
 
 @pytest.fixture(scope="session")

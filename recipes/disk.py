@@ -1,0 +1,114 @@
+"""What a conversion needs of the disks, known before anything starts."""
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..convert.fetch import blob_path
+from ..convert.supply import Itinerary, itinerary, shard_needs
+from ..quantize.errors import OutputError
+from .pipeline import STREAMED, Job
+from .show import human_bytes
+
+
+@dataclass(frozen=True)
+class Demand:
+    """Bytes that are to be written on one disk, and those that are free there."""
+
+    folder: Path
+    nbytes: int
+    free: int
+
+    @property
+    def is_met(self) -> bool:
+        return self.nbytes <= self.free
+
+
+@dataclass(frozen=True)
+class Download:
+    """A Hub source's shards: how many, their bytes, and the bytes that are here already."""
+
+    shards: int
+    nbytes: int
+    here: int
+
+
+def download_of(job: Job, out: Path, stream: bool) -> Download | None:
+    """What has to be fetched; None for a local source."""
+    if not job.source.files:
+        return None
+    needed = frozenset().union(*shard_needs(job.plan, job.checkpoint).values())
+    sizes = {name: job.source.files[name].size for name in needed}
+    here = sum(min(_bytes_here(job, name, out / STREAMED if stream else None), size) for name, size in sizes.items())
+    return Download(len(needed), sum(sizes.values()), here)
+
+
+def _bytes_here(job: Job, name: str, into: Path | None) -> int:
+    blob = blob_path(job.source, name)
+    places = [blob, into / name if into else blob]
+    partial = places[1].with_name(f"{places[1].name}.motif-convert.incomplete")
+    return max((p.stat().st_size for p in (*places, partial) if p.exists()), default=0)
+
+
+def itinerary_of(job: Job) -> Itinerary:
+    """The order of a streamed conversion, and what it needs."""
+    sizes = {name: file.size for name, file in job.source.files.items()}
+    outputs = {name: sum(m.nbytes for m in modules) for name, modules in job.plan.shards.items()}
+    return itinerary(shard_needs(job.plan, job.checkpoint), sizes, outputs)
+
+
+def demands(job: Job, out: Path, stream: bool) -> list[Demand]:
+    """What a conversion into `out` will write, a disk at a time; what an interrupted run has written is not counted."""
+    there = sum(p.stat().st_size for p in out.rglob("*") if p.is_file()) if out.is_dir() else 0
+    wanted = [(out, max(0, (itinerary_of(job).peak if stream else job.plan.total_bytes) - there))]
+    if not stream and (download := download_of(job, out, stream)):
+        wanted.append((job.source.folder, download.nbytes - download.here))
+    disks: dict[int, list[tuple[Path, int]]] = {}
+    for folder, nbytes in wanted:
+        existing = next(p for p in (folder.resolve(), *folder.resolve().parents) if p.exists())
+        disks.setdefault(os.stat(existing).st_dev, []).append((existing, nbytes))
+    return [Demand(d[0][0], sum(nbytes for _, nbytes in d), shutil.disk_usage(d[0][0]).free) for d in disks.values()]
+
+
+def check_space(job: Job, out: Path, stream: bool) -> None:
+    """Refuses a conversion that the disks can't hold. Raises OutputError."""
+    for demand in demands(job, out, stream):
+        if not demand.is_met:
+            hint = "" if stream or not job.source.files else "; --stream keeps few source shards at a time"
+            raise OutputError(
+                f"{demand.folder}: {human_bytes(demand.nbytes)} are needed there and "
+                f"{human_bytes(demand.free)} are free; free some space{hint}"
+            )
+
+
+def disk_lines(job: Job, out: Path, stream: bool) -> list[str]:
+    """What `plan` says of download and disks."""
+    lines = []
+    if download := download_of(job, out, stream):
+        lines.append(
+            f"To download: {download.shards} shards, {human_bytes(download.nbytes)}, of which "
+            f"{human_bytes(download.here)} are here."
+        )
+        way = itinerary_of(job)
+        lines.append(
+            f"With --stream at most {human_bytes(way.peak)} lie on the disk at once, "
+            f"{human_bytes(way.source_peak)} of them source shards."
+        )
+    for demand in demands(job, out, stream):
+        enough = "" if demand.is_met else ": NOT enough"
+        lines.append(
+            f"Disk: {human_bytes(demand.nbytes)} to write in {demand.folder}, {human_bytes(demand.free)} free{enough}."
+        )
+    return lines
+
+
+def disk_json(job: Job, out: Path, stream: bool) -> dict:
+    """The same as JSON: `download` (null for a local source), `stream`, `disks`."""
+    download, way = download_of(job, out, stream), itinerary_of(job) if job.source.files else None
+    return {
+        "source": {"id": job.source.id, "revision": job.source.revision},
+        "download": download and {"shards": download.shards, "bytes": download.nbytes, "here": download.here},
+        "stream": way and {"peak": way.peak, "source_peak": way.source_peak, "order": list(way.order)},
+        "disks": [{"folder": str(d.folder), "bytes": d.nbytes, "free": d.free} for d in demands(job, out, stream)],
+    }
