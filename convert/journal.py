@@ -66,7 +66,7 @@ def open_journal(out: Path, plan: Plan, version: str) -> Journal:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise OutputError(f"{fresh.path}: not readable as the state of a run; choose another --out") from None
     if differs:
-        what = "the source or the recipe's rules" if differs == ["plan_hash"] else f"another {differs[0]}"
+        what = "another source, other rules or other --experts" if differs == ["plan_hash"] else f"another {differs[0]}"
         raise OutputError(f"{out}: holds an interrupted run with {what}; finish that one, or choose another --out")
     return fresh
 

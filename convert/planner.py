@@ -47,6 +47,8 @@ def make_plan(checkpoint: Checkpoint, recipe: Recipe, mtp: str | None = None, re
     stack_paths = {_module_path(t) for e in body if e.source in stacks for t in e.targets}
     unpacked = [p for p, precision in chosen.items() if precision == Float(UNPACKED)]
     chosen |= {p: Float("BF16") if p in stack_paths else Float() for p in unpacked}
+    if requantize and not any(isinstance(chosen[p], Quantized) and chosen[p].mode == "affine" for p in stack_paths):
+        raise RecipeError(f"--experts affine: recipe {recipe.name} quantizes no experts affinely; leave the option out")
     chosen |= _kept_nvfp4([e for e in body if e.source in stacks], chosen, requantize)
     _check_kept(recipe, body, checkpoint, chosen, stacks)
     if mtp == "drop" and not head:

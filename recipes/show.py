@@ -90,7 +90,7 @@ def experts_sentence(plan: Plan, losses: Losses) -> str:
     if report := losses.requantized:
         text += (
             f" That rounds twice: {100 * report.relative_rms:.2f} % relative rms error against the NVFP4 values, "
-            f"{100 * report.worst_rms:.2f} % at worst ({report.worst}), over {report.experts} experts' matrices."
+            f"{100 * report.worst_rms:.2f} % at worst ({report.worst}), in a sample of {report.experts} matrices."
         )
     return text
 

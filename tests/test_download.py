@@ -362,7 +362,7 @@ def test_conversion_begins_before_the_last_shard_is_here(ten, tmp_path):
         server.add_repo("acme/ten", files={p.name: p for p in ten.iterdir()})
         env = environment_with(server.env(tmp_path / "home") | {"HF_HUB_OFFLINE": "0"})
         last = sorted(p.name for p in ten.glob("*.safetensors"))[-1]
-        server.fail(Fault("GET", last, skip=2, times=None, pause=0.3, chunk=int(size / 20)))
+        server.fail(Fault("GET", last, skip=2, times=None, pause=0.6, chunk=int(size / 20)))
         command = [sys.executable, "-c", SMALL_SHARDS, str(int(size) // 3), "convert", "--source", "acme/ten"]
         process = subprocess.Popen([*command, "--out", "out"], cwd=tmp_path, env=env)
         while process.poll() is None and not list((tmp_path / "out").glob("model-*.safetensors")):

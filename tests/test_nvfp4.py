@@ -168,6 +168,17 @@ def test_affine_experts_need_an_nvfp4_source(tmp_path):
     assert "NVFP4 source" in result.stderr
 
 
+@pytest.mark.parametrize("rule", ["mode: nvfp4, bits: 4, group_size: 16", "dtype: source"])
+def test_affine_experts_need_a_recipe_that_quantizes_them(rule, tmp_path):
+    (tmp_path / "r.yaml").write_text(
+        f"name: r\nrules:\n  - {{match: '*.switch_mlp.*', {rule}}}\n  - {{match: '*', dtype: source}}\n"
+    )
+    for recipe in (tmp_path / "r.yaml", "bf16"):
+        result = motif_convert("plan", "--source", TINY, "--recipe", recipe, "--experts", "affine")
+        assert result.returncode == 2
+        assert "quantizes no experts affinely" in result.stderr
+
+
 def edit(folder: Path, name: str, change) -> None:
     """Changes a tensor's bytes in place: change(uint8 array)."""
     weight_map = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]

@@ -154,6 +154,9 @@ def test_the_command_prints_the_plan_and_its_hash(real, real_plan, options, reci
     printed = json_plan(real, *options, PYTHONHASHSEED="1")
     plan = real_plan(recipe, mtp)
     assert re.fullmatch("[0-9a-f]{64}", plan.plan_hash)
+    assert printed.pop("source") == {"id": real.name, "revision": None}
+    assert printed.pop("download") is printed.pop("stream") is None
+    assert [disk["bytes"] for disk in printed.pop("disks")] == [plan.total_bytes]
     assert printed == json.loads(json.dumps(plan.as_dict())) | {"plan_hash": plan.plan_hash}
 
 
