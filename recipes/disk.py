@@ -110,5 +110,5 @@ def disk_json(job: Job, out: Path, stream: bool) -> dict:
         "source": {"id": job.source.id, "revision": job.source.revision},
         "download": download and {"shards": download.shards, "bytes": download.nbytes, "here": download.here},
         "stream": way and {"peak": way.peak, "source_peak": way.source_peak, "order": list(way.order)},
-        "disks": [{"folder": str(d.folder), "bytes": d.nbytes, "free": d.free} for d in demands(job, out, stream)],
+        "disks": [{"folder": str(d.folder), "bytes": d.nbytes, "enough": d.is_met} for d in demands(job, out, stream)],
     }
