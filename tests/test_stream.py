@@ -221,7 +221,7 @@ def test_other_source(interrupted, tmp_path):
     source = shutil.copytree(TINY, tmp_path / "source")
     with (source / "config.json").open("a") as file:
         file.write("\n")
-    with pytest.raises(OutputError, match="interrupted run with the source"):
+    with pytest.raises(OutputError, match="interrupted run with another source"):
         convert(source, interrupted)
 
 
