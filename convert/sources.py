@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from ..quantize.errors import SourceError
-from .checkpoint import TensorInfo, header_tensors, open_regular
 from .fetch import blob_path, fetch
+from .headers import TensorInfo, header_tensors, open_regular
 from .hub import HubFile, Source, hub_errors, read_range
 
 Result = TypeVar("Result")

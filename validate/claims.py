@@ -3,8 +3,9 @@
 import json
 from pathlib import Path
 
-from ..convert.checkpoint import Checkpoint, TensorInfo, read_json
+from ..convert.checkpoint import Checkpoint, read_json
 from ..convert.config import TORCH_NAMES, built_config
+from ..convert.headers import TensorInfo
 from ..convert.plan import Plan
 from ..quantize.errors import SourceError
 from .provenance import one_line

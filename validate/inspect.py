@@ -3,7 +3,8 @@
 from math import prod
 from pathlib import Path
 
-from ..convert.checkpoint import Checkpoint, TensorInfo, open_checkpoint, read_json
+from ..convert.checkpoint import Checkpoint, open_checkpoint, read_json
+from ..convert.headers import TensorInfo
 from ..convert.journal import JOURNAL
 from ..convert.names import FAMILIES, entries
 from ..convert.repo import PROVENANCE

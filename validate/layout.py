@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from ..convert.checkpoint import Checkpoint, TensorInfo
+from ..convert.checkpoint import Checkpoint
+from ..convert.headers import TensorInfo
 from ..convert.plan import Module
 from ..quantize.precision import DTYPE_BYTES, Precision
 

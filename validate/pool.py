@@ -10,6 +10,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 
+from ..convert.workers import processors
 from ..quantize.errors import MotifConvertError
 
 Task = tuple[Callable, object]  # a function of a module, and its one argument
@@ -19,8 +20,7 @@ AHEAD = 4  # tasks that wait for each worker
 
 def default_workers() -> int:
     """As many as there are processors for this process, up to MOST_WORKERS."""
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(count, MOST_WORKERS)
+    return min(processors(), MOST_WORKERS)
 
 
 @contextmanager

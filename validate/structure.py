@@ -5,7 +5,8 @@ from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from ..convert.checkpoint import INDEX, Checkpoint, TensorInfo, read_header, read_json, read_whole
+from ..convert.checkpoint import INDEX, Checkpoint, read_json, read_whole
+from ..convert.headers import TensorInfo, read_header
 from ..convert.journal import JOURNAL
 from ..convert.plan import Plan
 from ..convert.repo import COPIED, PROVENANCE
