@@ -188,8 +188,8 @@ def verify(ctx, folder, source, revision, sample, workers, as_json):
 
     if revision and not source:
         raise click.UsageError("--revision goes with --source")
-    found, checkpoint = open_source(*((source, revision) if source else source_of(folder)))
-    _fetch(found, checkpoint)
+    origin, checkpoint = open_source(*((source, revision) if source else source_of(folder)))
+    _fetch(origin, checkpoint)
     found = _verify(folder, checkpoint, sample, workers, quiet=as_json)
     if as_json:
         click.echo(json.dumps(found.as_dict(), indent=1))
