@@ -264,7 +264,10 @@ def _record(folder: Path, result: dict, passed: bool) -> dict | None:
     from ..validate.evidence import record
 
     try:
-        return record(folder, "verify", result)
+        evidence = record(folder, "verify", result)
+        if evidence["verify"] != result:
+            _say("validation.json keeps the whole verification of before; this one does not renew it.")
+        return evidence
     except MotifConvertError as e:
         if passed:
             raise

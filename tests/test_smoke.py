@@ -260,7 +260,7 @@ def test_smoke_without_a_head(built):
 def test_evidence_of_another_plan_is_not_kept(built):
     out = built(DEMO, "--mtp", "bf16")
     (out / "validation.json").write_text(json.dumps({"format": 1, "plan_hash": "0" * 64, "smoke": {"passed": True}}))
-    verified = {"passed": True, "sampled": 1, "layers": [], "families": []}
+    verified = {"passed": True, "sampled": 1, "layers": [], "families": [], "plan_hash": "0" * 64}
     evidence = record(out, "verify", verified)
     assert evidence["smoke"] is None
     assert evidence["passed"]

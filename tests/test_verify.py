@@ -17,16 +17,19 @@ import pytest
 from conftest import (
     REFERENCE,
     SMALL_CONFIG,
+    motif_convert,
     random_weights,
     read_safetensors,
     write_checkpoint,
     write_safetensors,
 )
+from matplotlib.figure import Figure
 from motif_convert.convert.checkpoint import open_checkpoint
 from motif_convert.quantize.errors import MotifConvertError, SourceError
 from motif_convert.quantize.oracle import affine_quantize
 from motif_convert.quantize.precision import Quantized
 from motif_convert.recipes import pipeline
+from motif_convert.validate import evidence
 from motif_convert.validate.arithmetic import Expected, decoded_error
 from motif_convert.validate.layout import Comparison, Part
 from motif_convert.validate.rounding import round_to
@@ -1029,3 +1032,25 @@ def test_the_bound_holds_and_is_tight(bits, dtype):
     assert error.shares is None
     worse = [(made[0] ^ np.uint32(1 << bits - 1)), *found[1:]]  # the high bit of the first code of each word
     assert decoded_error(module, Expected(found, exact, exact), worse).share > 1
+
+
+def test_a_look_at_another_source_takes_nothing_from_a_whole_verification(built, small, tmp_path):
+    """It fails and says so, and the picture of a build that was never compared does not speak of equal bits."""
+    out = tmp_path / "out"
+    shutil.copytree(built(small), out)
+    other = REFERENCE / "tiny-motif3"
+    assert motif_convert("verify", out, "--source", other).returncode == 1
+    assert not json.loads((out / "validation.json").read_text())["passed"]
+    assert motif_convert("verify", out, "--source", small).returncode == 0
+    whole = (out / "validation.json").read_bytes()
+    for options in (("--source", other), ("--source", small, "--sample", 0.01)):
+        result = motif_convert("verify", out, *options)
+        assert "keeps the whole verification" in result.stderr
+        assert (out / "validation.json").read_bytes() == whole
+
+
+def test_the_picture_says_when_nothing_was_compared(monkeypatch):
+    said = []
+    monkeypatch.setattr(evidence, "_nothing", lambda axes, text: said.append(text))
+    evidence._draw_error(Figure().subplots(), {"sampled": 0, "passed": False, "layers": [], "families": []})
+    assert said == ["nothing was compared"]

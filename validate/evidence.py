@@ -37,8 +37,8 @@ def record(out: Path, part: str, result: object) -> dict:
     if old.get("format") == FORMAT and old.get("plan_hash") == plan_hash:
         evidence |= {k: old.get(k) if _has_shape(k, old.get(k)) else None for k in PARTS}
     whole = _verified_whole(evidence["verify"])
-    if not (part == "verify" and whole and result["passed"] and result["sampled"] < 1):
-        evidence[part] = result  # but a quick look that found nothing takes nothing away from a whole one
+    if not (part == "verify" and whole and _says_nothing_new(result)):
+        evidence[part] = result
     smoked = evidence["smoke"]
     evidence["passed"] = _verified_whole(evidence["verify"]) and (smoked is None or smoked["passed"])
     write_file(out / EVIDENCE, as_json(evidence))
@@ -67,6 +67,11 @@ def _verified_whole(verified: dict | None) -> bool:
     return bool(verified and verified["passed"] and verified["sampled"] == 1)
 
 
+def _says_nothing_new(verified: dict) -> bool:
+    """A quick look that found nothing, or one at another source: neither speaks against a whole verification."""
+    return (verified["passed"] and verified["sampled"] < 1) or verified["plan_hash"] is None
+
+
 def draw(out: Path, evidence: dict) -> None:
     """`validation.png`: error by layer and family, acceptance with its intervals, size by family."""
     import io
@@ -85,7 +90,7 @@ def draw(out: Path, evidence: dict) -> None:
     _draw_error(error, evidence["verify"])
     _draw_acceptance(acceptance, evidence)
     _draw_size(size, found)
-    state = "passed" if evidence["passed"] else "NOT passed"
+    state = "passed" if evidence["passed"] else "NOT passed" if evidence["verify"] else "not done: not verified"
     bits = f"{found['bits_per_weight']:.3f} bits per weight, " if found else ""
     figure.suptitle(f"{out.resolve().name}: {bits}validation {state}")
     buffer = io.BytesIO()
@@ -106,8 +111,8 @@ def _nothing(axes, text: str) -> None:
 
 def _draw_error(axes, verified: dict | None) -> None:
     axes.set_title("Signal-to-noise ratio of the weights")
-    if verified is None:
-        _nothing(axes, "not verified")
+    if verified is None or verified["sampled"] == 0:
+        _nothing(axes, "not verified" if verified is None else "nothing was compared")
         return
     families: dict[str, list] = {}
     for row in verified["layers"]:
@@ -120,7 +125,7 @@ def _draw_error(axes, verified: dict | None) -> None:
             axes.axhline(row["snr_db"], linestyle=":", linewidth=1, color="grey")
             axes.annotate(row["family"], (0, row["snr_db"]), fontsize=7, va="bottom")
     if not axes.has_data():
-        _nothing(axes, "every bit is the source's")
+        _nothing(axes, "every bit is the source's" if _verified_whole(verified) else "nothing was rounded")
         return
     axes.set_xlabel("layer")
     axes.set_ylabel("dB")
