@@ -1,4 +1,4 @@
-"""Where a source comes from. The only importer of huggingface_hub."""
+"""Where a source comes from."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -49,8 +49,10 @@ def test_rooms_are_imported_by_their_full_name(path):
     assert not roots(path) & set(ROOMS)
 
 
-def test_one_module_talks_to_the_hub():
-    assert [path for path in FILES if "huggingface_hub" in roots(path)] == [ROOT / "convert" / "hub.py"]
+def test_who_talks_to_the_hub():
+    """hub.py for sources; the others for publishing: who may, what to do, the doing, and what to say where it fails."""
+    found = {path.relative_to(ROOT).as_posix() for path in FILES if "huggingface_hub" in roots(path)}
+    assert found == {f"convert/{name}.py" for name in ("hub", "account", "publish", "push", "patience")}
 
 
 def test_the_architecture_file_needs_only_mlx_and_mlx_lm():
