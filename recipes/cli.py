@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from .options import Finite, build_options, out_option, workers_option
+from .options import Finite, build_options, given, hub_options, out_option, workers_option
 
 
 class Group(click.Group):
@@ -23,9 +23,27 @@ class Group(click.Group):
 @click.option("--prompt", help="Text that the finished build continues.")
 @click.option("--max-tokens", type=click.IntRange(1), default=64, show_default=True, help="Tokens of that text.")
 @click.option("--no-verify", is_flag=True, help="Leave out the check of every group against the source.")
+@click.option("--upload", metavar="REPO", callback=given, help="Publish the build on the Hub when all has passed.")
+@hub_options
 @click.version_option(package_name="motif-convert", message="%(prog)s %(version)s")
 @click.pass_context
-def cli(ctx, source, bits, recipe, mtp, keep_mtp_fp16, experts, out, workers, prompt, max_tokens, no_verify):
+def cli(
+    ctx,
+    source,
+    bits,
+    recipe,
+    mtp,
+    keep_mtp_fp16,
+    experts,
+    out,
+    workers,
+    prompt,
+    max_tokens,
+    no_verify,
+    upload,
+    private,
+    create_pr,
+):
     """Quantized MLX builds of Motif-3.
 
     Without a command: plan, convert, a short generation with the result, verify, smoke, and a table that says
@@ -39,6 +57,7 @@ def cli(ctx, source, bits, recipe, mtp, keep_mtp_fp16, experts, out, workers, pr
         return
     from ..validate.generate import PROMPT, why_not
 
+    target = _target_of_build(no_verify, upload, private, create_pr)
     job, out = _convert(source, bits, recipe, mtp, keep_mtp_fp16, experts, out, workers)
     reason = why_not(out, job.plan.total_bytes)
     if reason:
@@ -55,7 +74,13 @@ def cli(ctx, source, bits, recipe, mtp, keep_mtp_fp16, experts, out, workers, pr
     if evidence is not None:
         _show_evidence(out, evidence)
     if failed:
+        if target:
+            _say(f"Not uploaded to {target.repo}, since a check failed.")
         ctx.exit(1)
+    if target:
+        options = "".join([" --private" * private, " --create-pr" * create_pr])
+        if not _upload(out, target, again=f"motif-convert upload {out} {target.repo}{options}"):
+            ctx.exit(1)
 
 
 @cli.command()
@@ -142,6 +167,53 @@ def smoke(ctx, folder, as_json, **options):
         click.echo(heads_text(evidence["heads"]))
     if not result["passed"]:
         ctx.exit(1)
+
+
+@cli.command()
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("repo", metavar="REPO")
+@hub_options
+@click.option(
+    "--revision", metavar="BRANCH", callback=given, help="Branch to write to; made if missing.  [default: main]"
+)
+@click.option("--force", is_flag=True, help="Publish without a passing validation.json, and record that.")
+@click.option("--dry-run", is_flag=True, help="Show every file, its size and what becomes of it; change nothing.")
+@click.option("--json", "as_json", is_flag=True, help="The plan and the result as JSON.")
+@click.pass_context
+def upload(ctx, folder, repo, private, create_pr, revision, force, dry_run, as_json):
+    """Publish a checked build on the Hub, in one commit; the same command again goes on after an interruption."""
+    from .upload import target_of
+
+    if create_pr and revision is not None:
+        raise click.UsageError("--create-pr proposes to main; it does not go with --revision")
+    target = target_of(repo, revision, create_pr, private, _say)
+    if not _upload(folder, target, "the same command", force, dry_run, as_json):
+        ctx.exit(1)
+
+
+def _target_of_build(no_verify: bool, upload: str | None, private: bool, create_pr: bool):
+    """Where the build that is to be made goes, asked before hours of work; None if nowhere."""
+    if upload is None:
+        if private or create_pr:
+            raise click.UsageError(f"{'--private' if private else '--create-pr'} goes with --upload REPO")
+        return None
+    if no_verify:
+        raise click.UsageError("--upload publishes what was verified; it does not go with --no-verify")
+    from .upload import target_of
+
+    return target_of(upload, None, create_pr, private, _say)
+
+
+def _upload(folder, target, again: str, force: bool = False, dry_run: bool = False, as_json: bool = False) -> bool:
+    from .upload import ending_at_once, push_text, upload_text
+    from .upload import upload as run
+
+    with ending_at_once(f"Interrupted. Run {again} again to go on; what has arrived is not sent again."):
+        done = run(folder, target, force, dry_run, _say, lambda p: None if as_json else click.echo(push_text(p)))
+    click.echo(json.dumps(done.as_dict(), indent=1) if as_json else upload_text(done))
+    if done.problems and done.plan and not done.pushed:
+        _say("--force publishes it all the same, and records that.")
+    return not done.problems
 
 
 def _verify(folder: Path, checkpoint, sample: float | None, workers: int | None, quiet: bool = False):

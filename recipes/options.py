@@ -75,3 +75,10 @@ out_option = click.option(
 workers_option = click.option(
     "--workers", type=click.IntRange(1, 256), help="Threads; the bytes do not depend on it.  [default: one a processor]"
 )
+
+
+def hub_options(command: Callable) -> Callable:
+    """How a build is published."""
+    private = click.option("--private", is_flag=True, help="Make the Hub repository private, where it is made.")
+    create_pr = click.option("--create-pr", is_flag=True, help="Open a pull request instead of writing to the branch.")
+    return private(create_pr(command))
