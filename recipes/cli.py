@@ -1,7 +1,6 @@
 """The command line: a thin layer. Exit codes: 0 done, 1 a check failed, 2 bad use or input, 130 interrupted."""
 
 import json
-import math
 import os
 import sys
 from collections.abc import Callable
@@ -9,78 +8,7 @@ from pathlib import Path
 
 import click
 
-BITS = ("4.5", "8")
-MTP = ("fp16", "bf16", "8", "4.5", "drop")
-
-
-class Finite(click.FloatRange):
-    """A number in a range; click's own lets NaN through."""
-
-    def convert(self, value, param, ctx):
-        number = super().convert(value, param, ctx)
-        if not math.isfinite(number):
-            self.fail(f"{value} is not a number.", param, ctx)
-        return number
-
-
-class Folder(click.Path):
-    """A path that has a name, and no `..` in it: to write to new/../out does not take a folder called new."""
-
-    def convert(self, value, param, ctx):
-        if not str(value):
-            self.fail("is empty", param, ctx)
-        path = super().convert(value, param, ctx)
-        return path.resolve() if ".." in path.parts else path
-
-
-def _given(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
-    """Refuses an empty value, such as a shell variable that is not set."""
-    if value is not None and not str(value):
-        raise click.BadParameter("is empty", ctx, param)
-    return value
-
-
-def build_options(command: Callable) -> Callable:
-    """The options that decide a build."""
-    for option in reversed(
-        (
-            click.option(
-                "--source",
-                metavar="REPO|DIR|demo",
-                default="Motif-Technologies/Motif-3",
-                show_default=True,
-                callback=_given,
-                help="Hub repo id, local folder, or the small trained checkpoint that ships with this program.",
-            ),
-            click.option("--revision", callback=_given, help="Branch, tag or commit of a Hub source."),
-            click.option("--stream", is_flag=True, help="Keep a Hub source's shards only as long as they are needed."),
-            click.option("--bits", type=click.Choice(BITS), help="Built-in recipe.  [default: 4.5]"),
-            click.option("--recipe", metavar="NAME|FILE", help="Any recipe: 4.5bit, 8bit, bf16, or a YAML file."),
-            click.option(
-                "--mtp", type=click.Choice(MTP), help="What becomes of the MTP head.  [default: the recipe's policy]"
-            ),
-            click.option("--keep-mtp-fp16", is_flag=True, help="The same as --mtp fp16."),
-            click.option(
-                "--experts",
-                type=click.Choice(["affine"]),
-                help="Quantize the experts of an NVFP4 source again, instead of keeping their own 4 bits.",
-            ),
-        )
-    ):
-        command = option(command)
-    return command
-
-
-out_option = click.option(
-    "--out",
-    type=Folder(path_type=Path),
-    help="Folder to write; must be new, empty, or an interrupted run.  [default: <source>-mlx-<recipe>]",
-)
-
-
-workers_option = click.option(
-    "--workers", type=click.IntRange(1, 256), help="Threads; the bytes do not depend on it.  [default: one a processor]"
-)
+from .options import Finite, build_options, given, hub_options, out_option, workers_option
 
 
 class Group(click.Group):
@@ -95,18 +23,20 @@ class Group(click.Group):
 @click.option("--prompt", help="Text that the finished build continues.")
 @click.option("--max-tokens", type=click.IntRange(1), default=64, show_default=True, help="Tokens of that text.")
 @click.option("--no-verify", is_flag=True, help="Leave out the check of every group against the source.")
+@click.option("--upload", metavar="REPO", callback=given, help="Publish the build on the Hub when all has passed.")
+@hub_options
 @click.version_option(package_name="motif-convert", message="%(prog)s %(version)s")
 @click.pass_context
-def cli(ctx, prompt, max_tokens, no_verify, **build):
+def cli(ctx, prompt, max_tokens, no_verify, upload, private, create_pr, **build):
     """Quantized MLX builds of Motif-3.
 
     Without a command: plan, convert, a short generation with the result, verify, smoke, and a table that says
     whether to ship.
     """
     if ctx.invoked_subcommand:
-        given = [p for p in ctx.params if ctx.get_parameter_source(p) is click.core.ParameterSource.COMMANDLINE]
-        if given:
-            option = "--" + given[0].replace("_", "-")
+        misplaced = [p for p in ctx.params if ctx.get_parameter_source(p) is click.core.ParameterSource.COMMANDLINE]
+        if misplaced:
+            option = "--" + misplaced[0].replace("_", "-")
             raise click.UsageError(f"{option} stands before {ctx.invoked_subcommand}; put options after the command")
         return
     from ..validate.generate import PROMPT, why_not
@@ -116,6 +46,7 @@ def cli(ctx, prompt, max_tokens, no_verify, **build):
             "--stream keeps no source to verify against; add --no-verify, and run `motif-convert verify` when you "
             "have the room"
         )
+    target = _target_of_build(no_verify, upload, private, create_pr)
     job, out = _convert(**build)
     reason = why_not(out, job.plan.total_bytes)
     if reason:
@@ -132,7 +63,13 @@ def cli(ctx, prompt, max_tokens, no_verify, **build):
     if evidence is not None:
         _show_evidence(out, evidence)
     if failed:
+        if target:
+            _say(f"Not uploaded to {target.repo}, since a check failed.")
         ctx.exit(1)
+    if target:
+        options = "".join([" --private" * private, " --create-pr" * create_pr])
+        if not _upload(out, target, again=f"motif-convert upload {out} {target.repo}{options}"):
+            ctx.exit(1)
 
 
 @cli.command()
@@ -241,6 +178,53 @@ def _fetch(source, checkpoint) -> None:
             fetch_shards(source, shards, progress)
         finally:
             progress.close()
+
+
+@cli.command()
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("repo", metavar="REPO")
+@hub_options
+@click.option(
+    "--revision", metavar="BRANCH", callback=given, help="Branch to write to; made if missing.  [default: main]"
+)
+@click.option("--force", is_flag=True, help="Publish without a passing validation.json, and record that.")
+@click.option("--dry-run", is_flag=True, help="Show every file, its size and what becomes of it; change nothing.")
+@click.option("--json", "as_json", is_flag=True, help="The plan and the result as JSON.")
+@click.pass_context
+def upload(ctx, folder, repo, private, create_pr, revision, force, dry_run, as_json):
+    """Publish a checked build on the Hub, in one commit; the same command again goes on after an interruption."""
+    from .upload import target_of
+
+    if create_pr and revision is not None:
+        raise click.UsageError("--create-pr proposes to main; it does not go with --revision")
+    target = target_of(repo, revision, create_pr, private, _say)
+    if not _upload(folder, target, "the same command", force, dry_run, as_json):
+        ctx.exit(1)
+
+
+def _target_of_build(no_verify: bool, upload: str | None, private: bool, create_pr: bool):
+    """Where the build that is to be made goes, asked before hours of work; None if nowhere."""
+    if upload is None:
+        if private or create_pr:
+            raise click.UsageError(f"{'--private' if private else '--create-pr'} goes with --upload REPO")
+        return None
+    if no_verify:
+        raise click.UsageError("--upload publishes what was verified; it does not go with --no-verify")
+    from .upload import target_of
+
+    return target_of(upload, None, create_pr, private, _say)
+
+
+def _upload(folder, target, again: str, force: bool = False, dry_run: bool = False, as_json: bool = False) -> bool:
+    from .upload import ending_at_once, push_text, upload_text
+    from .upload import upload as run
+
+    with ending_at_once(f"Interrupted. Run {again} again to go on; what has arrived is not sent again."):
+        done = run(folder, target, force, dry_run, _say, lambda p: None if as_json else click.echo(push_text(p)))
+    click.echo(json.dumps(done.as_dict(), indent=1) if as_json else upload_text(done))
+    if done.problems and done.plan and not done.pushed:
+        _say("--force publishes it all the same, and records that.")
+    return not done.problems
 
 
 def _verify(folder: Path, checkpoint, sample: float | None, workers: int | None, quiet: bool = False):

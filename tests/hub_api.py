@@ -66,7 +66,7 @@ def whoami(request: Request) -> Reply:
             for name, allowed in token.scoped.items()
         ]
         access["fineGrained"] = {"canReadGatedRepos": bool(token.gated), "global": [], "scoped": scoped}
-    orgs = [{"type": "org", "name": org, "roleInOrg": "write"} for org in token.orgs]
+    orgs = [{"type": "org", "name": org, "roleInOrg": token.org_role} for org in token.orgs]
     auth = {"type": "access_token", "accessToken": access}
     return in_json({"type": "user", "name": token.user, "orgs": orgs, "isPro": False, "canPay": False, "auth": auth})
 
@@ -154,6 +154,26 @@ def list_commits(request: Request, repo_id: str, revision: str) -> Reply:
     return in_json(commits)
 
 
+def list_discussions(request: Request, repo_id: str) -> Reply:
+    """Pull requests alone: the test Hub has no other discussions."""
+    repo = open_repo(request, repo_id)
+    status, author = request.parameter("status"), request.parameter("author")
+    found = [
+        {
+            "num": number,
+            "title": pull.title,
+            "author": {"name": pull.author},
+            "createdAt": repo.find(f"{PULLS}{number}").date,
+            "status": pull.status,
+            "repo": {"name": repo.id, "type": "model"},
+            "isPullRequest": True,
+        }
+        for number, pull in repo.pulls.items()
+        if status in (None, pull.status) and author in (None, pull.author)
+    ]
+    return in_json({"count": len(found), "start": 0, "discussions": found})
+
+
 # Files
 
 
@@ -239,6 +259,7 @@ ENDPOINTS = [
     ("POST", "/api/models/ID/branch/([^/]+)", create_branch),
     ("POST", "/api/models/ID/tag/([^/]+)", create_tag),
     ("GET", "/api/models/ID/commits/([^/]+)", list_commits),
+    ("GET", "/api/models/ID/discussions", list_discussions),
     ("GET", "/api/models/ID/tree/([^/]+)(?:/(.+))?", list_tree),
     ("POST", "/api/models/ID/paths-info/([^/]+)", paths_info),
     ("GET", "/ID/resolve/([^/]+)/(.+)", resolve),

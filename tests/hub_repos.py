@@ -22,7 +22,8 @@ class HubError(Exception):
 
 @dataclass(frozen=True)
 class Token:
-    """An access token. `scoped` is for the role fineGrained alone: an owner or a repo id, and its permissions there."""
+    """An access token. `scoped` is for the role fineGrained alone: an owner or a repo id, and its permissions there;
+    `org_role` is the user's role in all of `orgs`."""
 
     name: str
     value: str = field(repr=False)
@@ -31,12 +32,15 @@ class Token:
     orgs: tuple[str, ...]
     scoped: Mapping[str, tuple[str, ...]]
     gated: tuple[str, ...]
+    org_role: str = "write"
 
     def may(self, permission: str, repo_id: str) -> bool:
         owner = repo_id.partition("/")[0]
         if self.role == "fineGrained":
             return permission in (*self.scoped.get(owner, ()), *self.scoped.get(repo_id, ()))
-        return owner in (self.user, *self.orgs) and (self.role == "write" or permission == READ)
+        if permission == WRITE and (self.role != "write" or (owner in self.orgs and self.org_role == "read")):
+            return False
+        return owner in (self.user, *self.orgs)
 
 
 @dataclass(frozen=True)
@@ -66,11 +70,22 @@ class Commit:
     title: str
     date: str
     files: Mapping[str, Blob]
+    description: str = ""
+
+
+@dataclass
+class Pull:
+    """A pull request; its commits are at refs/pr/<number>."""
+
+    title: str
+    author: str
+    status: str = "open"
 
 
 @dataclass
 class Repo:
-    """A model repository. `refs` are full names such as refs/heads/main; `objects` are its LFS objects by sha256."""
+    """A model repository. `refs` are full names such as refs/heads/main; `objects` are its LFS objects by sha256;
+    `pulls` are its pull requests by number."""
 
     id: str
     private: bool = False
@@ -78,6 +93,7 @@ class Repo:
     refs: dict[str, Commit] = field(default_factory=dict)
     commits: dict[str, Commit] = field(default_factory=dict)
     objects: dict[str, Blob] = field(default_factory=dict)
+    pulls: dict[int, Pull] = field(default_factory=dict)
 
     def find(self, revision: str) -> Commit:
         """The commit of a branch, a tag, a full ref such as refs/pr/1, or a commit's first seven digits or more."""
@@ -95,10 +111,13 @@ class Repo:
                 return ref
         raise HubError(404, f"Invalid rev id: {revision}", "RevisionNotFound")
 
-    def commit(self, ref: str, parent: Commit | None, title: str, files: Mapping[str, Blob]) -> Commit:
+    def commit(
+        self, ref: str, parent: Commit | None, title: str, files: Mapping[str, Blob], description: str = ""
+    ) -> Commit:
         content = [f"{path} {blob.git_oid}" for path, blob in sorted(files.items())]
         oid = sha1("\n".join([str(len(self.commits)), self.id, parent.oid if parent else "", title, *content]).encode())
-        commit = Commit(oid, parent, title, datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.000Z"), dict(files))
+        date = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.000Z")
+        commit = Commit(oid, parent, title, date, dict(files), description)
         self.commits[oid] = self.refs[ref] = commit
         return commit
 

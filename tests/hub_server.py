@@ -127,10 +127,12 @@ class HubServer:
         orgs: tuple[str, ...] = (),
         scoped: Mapping[str, tuple[str, ...]] | None = None,
         gated: tuple[str, ...] = (),
+        org_role: str = "write",
     ) -> str:
         """A new token's value. Roles: `read` and `write`, for all that `user` and `orgs` own; `fineGrained`, for what
-        `scoped` allows (READ, WRITE) by owner or repo id. `gated` are others' gated repos that let the user in."""
-        token = Token(name, f"hf_{secrets.token_hex(17)}", role, user, orgs, scoped or {}, gated)
+        `scoped` allows (READ, WRITE) by owner or repo id. `gated` are others' gated repos that let the user in;
+        `org_role` is the user's in `orgs`."""
+        token = Token(name, f"hf_{secrets.token_hex(17)}", role, user, orgs, scoped or {}, gated, org_role)
         self.tokens[token.value] = token
         return token.value
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from hub_api import open_repo, require_token, signed
 from hub_faults import CHUNK
 from hub_http import Body, Reply, Request, in_json
-from hub_repos import PULLS, Blob, HubError, Repo
+from hub_repos import PULLS, Blob, HubError, Pull, Repo
 
 
 @dataclass
@@ -134,7 +134,8 @@ def create_commit(request: Request, repo_id: str, revision: str) -> Reply:
     if by_pull_request:
         number = 1 + sum(r.startswith(PULLS) for r in repo.refs)
         ref, pull = f"{PULLS}{number}", f"{request.hub.url}/{repo.id}/discussions/{number}"
-    commit = repo.commit(ref, head, header["summary"], files)
+        repo.pulls[number] = Pull(header["summary"], require_token(request).user)
+    commit = repo.commit(ref, head, header["summary"], files, header.get("description", ""))
     url = f"{request.hub.url}/{repo.id}/commit/{commit.oid}"
     return in_json({"success": True, "commitOid": commit.oid, "commitUrl": url, "pullRequestUrl": pull})
 

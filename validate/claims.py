@@ -14,8 +14,8 @@ from .structure import Shards, some
 CONFIG = "config.json"
 
 
-def check_claims(out: Path, shards: Shards, plan: Plan | None, checkpoint: Checkpoint) -> list[str]:
-    """All that config.json says and that is not so."""
+def check_claims(out: Path, shards: Shards, plan: Plan | None, checkpoint: Checkpoint | None) -> list[str]:
+    """All that config.json says and that is not so; without a plan and its source, by the tensors alone."""
     try:
         config, _ = read_json(out / CONFIG)
     except SourceError as e:

@@ -1,8 +1,10 @@
 """The evidence that goes into a build: validation.json and validation.png.
 
 `validation.json`, format 1: `plan_hash` of the build it speaks of, `verify` (see `Verification.as_dict`), `smoke`
-(see `smoke.smoke`), `heads` (see `heads.compare_heads`), each null until it was measured, and `passed`, true when
-what was measured passed and the contents were verified whole.
+(see `smoke.smoke`), `heads` (see `heads.compare_heads`), each null until it was measured, `passed`, true when
+what was measured passed and the contents were verified whole, and `forced`, null, or why it had not passed when the
+build was published all the same. Whatever is measured later takes `forced` away, since it speaks of the evidence
+beside it; that the build was once published so stays in the description of that commit.
 """
 
 from pathlib import Path
@@ -31,18 +33,56 @@ def record(out: Path, part: str, result: object) -> dict:
     Raises:
         SourceError: `out` is not a build. OutputError: it can't be written.
     """
-    plan_hash = read_json(out / PROVENANCE)[0].get("plan_hash")
-    evidence = {"format": FORMAT, "plan_hash": plan_hash, **dict.fromkeys(PARTS)}
-    old = read_evidence(out)
-    if old.get("format") == FORMAT and old.get("plan_hash") == plan_hash:
-        evidence |= {k: old.get(k) if _has_shape(k, old.get(k)) else None for k in PARTS}
+    evidence = _evidence_of(out)
     whole = _verified_whole(evidence["verify"])
     if not (part == "verify" and whole and _says_nothing_new(result)):
         evidence[part] = result
-    smoked = evidence["smoke"]
-    evidence["passed"] = _verified_whole(evidence["verify"]) and (smoked is None or smoked["passed"])
+    evidence["passed"] = not what_lacks(evidence)
     write_file(out / EVIDENCE, as_json(evidence))
     draw(out, evidence)
+    return evidence
+
+
+def lacking(out: Path) -> list[str]:
+    """Why the build's evidence does not say that it passed, a line each; none if it does. Raises SourceError."""
+    if not (out / EVIDENCE).exists():
+        return [f"verify not run: there is no {EVIDENCE}"]
+    plan_hash, old = read_json(out / PROVENANCE)[0].get("plan_hash"), read_evidence(out)
+    if old.get("format") == FORMAT and old.get("plan_hash") != plan_hash:
+        return [f"verify not run: {EVIDENCE} is of another build"]
+    return what_lacks(_evidence_of(out))
+
+
+def forced(out: Path) -> bytes:
+    """validation.json for a build that is published though it has not passed. Raises SourceError."""
+    evidence = _evidence_of(out)
+    return as_json(evidence | {"forced": "; ".join(what_lacks(evidence))})
+
+
+def what_lacks(evidence: dict) -> list[str]:
+    """Why evidence does not amount to a passing one, a line each."""
+    verified, smoked = evidence["verify"], evidence["smoke"]
+    lines = []
+    if verified is None:
+        lines.append("verify not run")
+    elif not verified["passed"]:
+        found = [f"{len(verified['problems'])} problems"] if verified["problems"] else []
+        found += [f"{verified['offenders_total']} tensors differ"] if verified["offenders_total"] else []
+        lines.append(f"verify failed: {', '.join(found)}")
+    elif verified["sampled"] != 1:
+        lines.append(f"verify not run in full: {100 * verified['sampled']:.1f} % of the weights compared")
+    if smoked is not None and not smoked["passed"]:
+        lines.append(f"smoke failed: {'; '.join(map(str, smoked.get('failures') or ['it does not say why']))}")
+    return lines
+
+
+def _evidence_of(out: Path) -> dict:
+    """What was recorded of this very plan, in full."""
+    plan_hash = read_json(out / PROVENANCE)[0].get("plan_hash")
+    evidence = {"format": FORMAT, "plan_hash": plan_hash, **dict.fromkeys(PARTS), "passed": False, "forced": None}
+    old = read_evidence(out)
+    if old.get("format") == FORMAT and old.get("plan_hash") == plan_hash:
+        evidence |= {k: old.get(k) if _has_shape(k, old.get(k)) else None for k in PARTS}
     return evidence
 
 

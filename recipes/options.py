@@ -1,0 +1,87 @@
+"""The options that several commands share, and the types of their values."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+
+BITS = ("4.5", "8")
+MTP = ("fp16", "bf16", "8", "4.5", "drop")
+
+
+class Finite(click.FloatRange):
+    """A number in a range; click's own lets NaN through."""
+
+    def convert(self, value, param, ctx):
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a number.", param, ctx)
+        return number
+
+
+class Folder(click.Path):
+    """A path that has a name, and no `..` in it: to write to new/../out does not take a folder called new."""
+
+    def convert(self, value, param, ctx):
+        if not str(value):
+            self.fail("is empty", param, ctx)
+        path = super().convert(value, param, ctx)
+        return path.resolve() if ".." in path.parts else path
+
+
+def given(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    """Refuses an empty value, such as a shell variable that is not set."""
+    if value is not None and not str(value):
+        raise click.BadParameter("is empty", ctx, param)
+    return value
+
+
+def build_options(command: Callable) -> Callable:
+    """The options that decide a build."""
+    for option in reversed(
+        (
+            click.option(
+                "--source",
+                metavar="REPO|DIR|demo",
+                default="Motif-Technologies/Motif-3",
+                show_default=True,
+                callback=given,
+                help="Hub repo id, local folder, or the small trained checkpoint that ships with this program.",
+            ),
+            click.option("--revision", callback=given, help="Branch, tag or commit of a Hub source."),
+            click.option("--stream", is_flag=True, help="Keep a Hub source's shards only as long as they are needed."),
+            click.option("--bits", type=click.Choice(BITS), help="Built-in recipe.  [default: 4.5]"),
+            click.option("--recipe", metavar="NAME|FILE", help="Any recipe: 4.5bit, 8bit, bf16, or a YAML file."),
+            click.option(
+                "--mtp", type=click.Choice(MTP), help="What becomes of the MTP head.  [default: the recipe's policy]"
+            ),
+            click.option("--keep-mtp-fp16", is_flag=True, help="The same as --mtp fp16."),
+            click.option(
+                "--experts",
+                type=click.Choice(["affine"]),
+                help="Quantize the experts of an NVFP4 source again, instead of keeping their own 4 bits.",
+            ),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+out_option = click.option(
+    "--out",
+    type=Folder(path_type=Path),
+    help="Folder to write; must be new, empty, or an interrupted run.  [default: <source>-mlx-<recipe>]",
+)
+
+
+workers_option = click.option(
+    "--workers", type=click.IntRange(1, 256), help="Threads; the bytes do not depend on it.  [default: one a processor]"
+)
+
+
+def hub_options(command: Callable) -> Callable:
+    """How a build is published."""
+    private = click.option("--private", is_flag=True, help="Make the Hub repository private, where it is made.")
+    create_pr = click.option("--create-pr", is_flag=True, help="Open a pull request instead of writing to the branch.")
+    return private(create_pr(command))
