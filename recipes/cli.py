@@ -3,12 +3,25 @@
 import json
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import click
 
 from .options import Finite, build_options, given, hub_options, out_option, workers_option
+from .steps import (
+    convert_source,
+    fetch,
+    generate_text,
+    mtp_of,
+    recipe_of,
+    record_verification,
+    say,
+    show_evidence,
+    show_plan,
+    smoke_build,
+    upload_build,
+    verify_build,
+)
 
 
 class Group(click.Group):
@@ -47,28 +60,28 @@ def cli(ctx, prompt, max_tokens, no_verify, upload, private, create_pr, **build)
             "have the room"
         )
     target = _target_of_build(no_verify, upload, private, create_pr)
-    job, out = _convert(**build)
+    job, out = convert_source(**build)
     reason = why_not(out, job.plan.total_bytes)
     if reason:
-        _say(f"No text generated: {reason}.")
+        say(f"No text generated: {reason}.")
     else:
-        _generate(out, PROMPT if prompt is None else prompt, max_tokens)
+        generate_text(out, PROMPT if prompt is None else prompt, max_tokens)
     evidence, failed = None, False
     if not no_verify:
-        found = _verify(out, job.checkpoint, None, None)
-        evidence, failed = _record(out, found.as_dict(), found.passed), not found.passed
+        found = verify_build(out, job.checkpoint, None, None)
+        evidence, failed = record_verification(out, found.as_dict(), found.passed), not found.passed
     if not reason and job.plan.has_mtp:
-        evidence = _smoke(out, job.plan.recipe.min_acceptance)
+        evidence = smoke_build(out, job.plan.recipe.min_acceptance)
         failed |= not evidence["smoke"]["passed"]
     if evidence is not None:
-        _show_evidence(out, evidence)
+        show_evidence(out, evidence)
     if failed:
         if target:
-            _say(f"Not uploaded to {target.repo}, since a check failed.")
+            say(f"Not uploaded to {target.repo}, since a check failed.")
         ctx.exit(1)
     if target:
         options = "".join([" --private" * private, " --create-pr" * create_pr])
-        if not _upload(out, target, again=f"motif-convert upload {out} {target.repo}{options}"):
+        if not upload_build(out, target, again=f"motif-convert upload {out} {target.repo}{options}"):
             ctx.exit(1)
 
 
@@ -80,14 +93,14 @@ def plan(source, revision, stream, bits, recipe, mtp, keep_mtp_fp16, experts, as
     from .disk import disk_json
     from .pipeline import default_out, prepare
 
-    recipe, mtp = _recipe(bits, recipe), _mtp(mtp, keep_mtp_fp16)
+    recipe, mtp = recipe_of(bits, recipe), mtp_of(mtp, keep_mtp_fp16)
     job = prepare(source, recipe, mtp, experts, revision)
     out = default_out(source, recipe, mtp)
     if as_json:
         disks = disk_json(job, out, stream)
         click.echo(json.dumps(job.plan.as_dict() | {"plan_hash": job.plan.plan_hash} | disks, indent=1))
     else:
-        _show_plan(job, out, stream, click.echo)
+        show_plan(job, out, stream, click.echo)
 
 
 @cli.command()
@@ -96,7 +109,7 @@ def plan(source, revision, stream, bits, recipe, mtp, keep_mtp_fp16, experts, as
 @workers_option
 def convert(**build):
     """Write the MLX repository, or go on with an interrupted run."""
-    _convert(**build)
+    convert_source(**build)
 
 
 @cli.command()
@@ -126,11 +139,11 @@ def verify(ctx, folder, source, revision, sample, workers, as_json):
     if revision and not source:
         raise click.UsageError("--revision goes with --source")
     origin, checkpoint = open_source(*((source, revision) if source else source_of(folder)))
-    _fetch(origin, checkpoint)
-    found = _verify(folder, checkpoint, sample, workers, quiet=as_json)
+    fetch(origin, checkpoint)
+    found = verify_build(folder, checkpoint, sample, workers, quiet=as_json)
     if as_json:
         click.echo(json.dumps(found.as_dict(), indent=1))
-    _record(folder, found.as_dict(), found.passed)
+    record_verification(folder, found.as_dict(), found.passed)
     if not found.passed:
         ctx.exit(1)
 
@@ -156,7 +169,7 @@ def smoke(ctx, folder, as_json, **options):
     from .show import heads_text
 
     minimum = options.pop("min_acceptance")
-    evidence = _smoke(folder, minimum, quiet=as_json, **options)
+    evidence = smoke_build(folder, minimum, quiet=as_json, **options)
     result = evidence["smoke"]
     if as_json:
         click.echo(json.dumps(result | ({"heads": evidence["heads"]} if options["compare_mtp"] else {}), indent=1))
@@ -164,20 +177,6 @@ def smoke(ctx, folder, as_json, **options):
         click.echo(heads_text(evidence["heads"]))
     if not result["passed"]:
         ctx.exit(1)
-
-
-def _fetch(source, checkpoint) -> None:
-    """Brings what a Hub source lacks here."""
-    from .pipeline import fetch_shards
-    from .progress import Progress
-
-    shards = {t.shard for t in checkpoint.tensors.values()}
-    if source.files:
-        progress = Progress(sum(source.files[s].size for s in shards), "download")
-        try:
-            fetch_shards(source, shards, progress)
-        finally:
-            progress.close()
 
 
 @cli.command()
@@ -197,8 +196,8 @@ def upload(ctx, folder, repo, private, create_pr, revision, force, dry_run, as_j
 
     if create_pr and revision is not None:
         raise click.UsageError("--create-pr proposes to main; it does not go with --revision")
-    target = target_of(repo, revision, create_pr, private, _say)
-    if not _upload(folder, target, "the same command", force, dry_run, as_json):
+    target = target_of(repo, revision, create_pr, private, say)
+    if not upload_build(folder, target, "the same command", force, dry_run, as_json):
         ctx.exit(1)
 
 
@@ -212,155 +211,7 @@ def _target_of_build(no_verify: bool, upload: str | None, private: bool, create_
         raise click.UsageError("--upload publishes what was verified; it does not go with --no-verify")
     from .upload import target_of
 
-    return target_of(upload, None, create_pr, private, _say)
-
-
-def _upload(folder, target, again: str, force: bool = False, dry_run: bool = False, as_json: bool = False) -> bool:
-    from .upload import ending_at_once, push_text, upload_text
-    from .upload import upload as run
-
-    with ending_at_once(f"Interrupted. Run {again} again to go on; what has arrived is not sent again."):
-        done = run(folder, target, force, dry_run, _say, lambda p: None if as_json else click.echo(push_text(p)))
-    click.echo(json.dumps(done.as_dict(), indent=1) if as_json else upload_text(done))
-    if done.problems and done.plan and not done.pushed:
-        _say("--force publishes it all the same, and records that.")
-    return not done.problems
-
-
-def _verify(folder: Path, checkpoint, sample: float | None, workers: int | None, quiet: bool = False):
-    from ..validate.verify import verify_repo
-    from .progress import Progress
-    from .show import verification_text
-
-    progress = Progress(sum(t.nbytes for t in checkpoint.tensors.values()), "verify")
-    try:
-        found = verify_repo(folder, checkpoint, sample, workers, lambda n: progress(n, "verify"))
-    finally:
-        progress.close()
-    if not quiet:
-        click.echo(verification_text(found))
-    return found
-
-
-def _record(folder: Path, result: dict, passed: bool) -> dict | None:
-    """Puts a verification into the build's evidence; where that fails, a failed check still counts for more."""
-    from ..quantize.errors import MotifConvertError
-    from ..validate.evidence import record
-
-    try:
-        evidence = record(folder, "verify", result)
-        if evidence["verify"] != result:
-            _say("validation.json keeps the whole verification of before; this one does not renew it.")
-        return evidence
-    except MotifConvertError as e:
-        if passed:
-            raise
-        _say(f"Not recorded: {e}")
-        return None
-
-
-def _smoke(folder: Path, minimum: float | None, quiet: bool = False, **options) -> dict:
-    from .pipeline import smoke as run
-    from .show import smoke_text
-
-    evidence = run(folder, minimum, _say, **options)
-    if not quiet:
-        click.echo(smoke_text(evidence["smoke"]))
-    return evidence
-
-
-def _show_evidence(out: Path, evidence: dict) -> None:
-    from ..validate.evidence import EVIDENCE, PICTURE
-    from ..validate.inspect import inspect_repo
-    from .show import evidence_rows, text_table
-
-    click.echo(text_table(evidence_rows(inspect_repo(out), evidence)))
-    _say(f"Evidence: {out / EVIDENCE} and {out / PICTURE}")
-
-
-def _convert(source, revision, stream, bits, recipe, mtp, keep_mtp_fp16, experts, out, workers):
-    from ..convert.journal import check_unused
-    from ..convert.stream import left_to_mlx
-    from . import pipeline
-    from .disk import check_space, download_of
-    from .progress import Progress
-    from .show import experts_sentence, human_bytes, mtp_sentence
-
-    recipe, mtp = _recipe(bits, recipe), _mtp(mtp, keep_mtp_fp16)
-    out = pipeline.default_out(source, recipe, mtp) if out is None else out
-    check_unused(out)
-    job = pipeline.prepare(source, recipe, mtp, experts, revision)
-    if stream and not job.source.files:
-        raise click.UsageError("--stream is for a source on the Hub; this one is on this machine already")
-    _show_plan(job, out, stream, _say)
-    check_space(job, out, stream)
-    for reason, nbytes in left_to_mlx(job.plan).items():
-        _say(f"{human_bytes(nbytes)} of source go through mx.quantize, slowly and to the same bytes: {reason}.")
-    download = download_of(job, out, stream)
-    downloaded = Progress(download.nbytes, "download") if download else None
-    progress = Progress(job.source_bytes, "convert")
-    try:
-        losses = pipeline.convert(job, out, progress, workers, stream, downloaded or (lambda count, name: None))
-    except KeyboardInterrupt:
-        _say(f"Interrupted. Run the same command again (--out {out}) to go on.")
-        raise
-    finally:
-        progress.close()
-        if downloaded:
-            downloaded.close()
-    _say(mtp_sentence(job.plan, losses))
-    if losses.requantized:
-        _say(experts_sentence(job.plan, losses))
-    _say(f"Written: {out}")
-    return job, out
-
-
-def _generate(out: Path, prompt: str, max_tokens: int) -> None:
-    from ..validate.generate import generate
-
-    click.echo(prompt, nl=False)
-    for text in generate(out, prompt, max_tokens):
-        click.echo(text, nl=False)
-    click.echo()
-
-
-def _show_plan(job, out: Path, stream: bool, say: Callable[[str], None]) -> None:
-    from .disk import disk_lines
-    from .show import family_rows, text_table
-
-    if job.source.revision:
-        say(f"Source: {job.source.id} at commit {job.source.revision}")
-    say(text_table(family_rows(job.plan)))
-    shards = len(job.plan.shards)
-    say(f"Recipe {job.plan.recipe.name}, MTP head {job.plan.mtp}, {shards} shard{'s' if shards > 1 else ''}.")
-    if job.plan.nvfp4:
-        say(f"Routed experts: from {job.plan.experts_from}.")
-        if job.plan.rounds_twice:
-            say("WARNING: --experts affine rounds the NVFP4 experts twice; without it they keep their codes.")
-    for file in job.plan.unused:
-        say(f"{file}: activation scales, which a weight-only build does not use; not copied.")
-    if job.plan.dropped:
-        say(f"Dropped on purpose: {len(job.plan.dropped)} tensors of the MTP head (model.mtp_layers.0.*).")
-    for line in disk_lines(job, out, stream):
-        say(line)
-
-
-def _recipe(bits: str | None, recipe: str | None) -> str:
-    from .recipe import BITS as RECIPES
-
-    if bits and recipe is not None:
-        raise click.UsageError("--bits and --recipe both choose the recipe; give one of them")
-    return RECIPES[bits or "4.5"] if recipe is None else recipe
-
-
-def _mtp(mtp: str | None, keep_mtp_fp16: bool) -> str | None:
-    if keep_mtp_fp16 and mtp not in (None, "fp16"):
-        raise click.UsageError(f"--keep-mtp-fp16 is --mtp fp16; it does not go with --mtp {mtp}")
-    return "fp16" if keep_mtp_fp16 else mtp
-
-
-def _say(text: str) -> None:
-    click.echo(text, err=True)
+    return target_of(upload, None, create_pr, private, say)
 
 
 def main() -> None:
@@ -383,8 +234,8 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except MotifConvertError as e:
-        _say(f"motif-convert: error: {e}")
+        say(f"motif-convert: error: {e}")
         sys.exit(2)
     except OSError as e:
-        _say(f"motif-convert: error: {e.filename or ''}: {e.strerror or e}".replace(": :", ":"))
+        say(f"motif-convert: error: {e.filename or ''}: {e.strerror or e}".replace(": :", ":"))
         sys.exit(2)

@@ -1,0 +1,169 @@
+"""The steps that commands are made of, each with its progress and its words. What is heavy is imported where used."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+
+
+def convert_source(source, revision, stream, bits, recipe, mtp, keep_mtp_fp16, experts, out, workers):
+    from ..convert.journal import check_unused
+    from ..convert.stream import left_to_mlx
+    from . import pipeline
+    from .disk import check_space, download_of
+    from .progress import Progress
+    from .show import experts_sentence, human_bytes, mtp_sentence
+
+    recipe, mtp = recipe_of(bits, recipe), mtp_of(mtp, keep_mtp_fp16)
+    out = pipeline.default_out(source, recipe, mtp) if out is None else out
+    check_unused(out)
+    job = pipeline.prepare(source, recipe, mtp, experts, revision)
+    if stream and not job.source.files:
+        raise click.UsageError("--stream is for a source on the Hub; this one is on this machine already")
+    show_plan(job, out, stream, say)
+    check_space(job, out, stream)
+    for reason, nbytes in left_to_mlx(job.plan).items():
+        say(f"{human_bytes(nbytes)} of source go through mx.quantize, slowly and to the same bytes: {reason}.")
+    download = download_of(job, out, stream)
+    downloaded = Progress(download.nbytes, "download") if download else None
+    progress = Progress(job.source_bytes, "convert")
+    try:
+        losses = pipeline.convert(job, out, progress, workers, stream, downloaded or (lambda count, name: None))
+    except KeyboardInterrupt:
+        say(f"Interrupted. Run the same command again (--out {out}) to go on.")
+        raise
+    finally:
+        progress.close()
+        if downloaded:
+            downloaded.close()
+    say(mtp_sentence(job.plan, losses))
+    if losses.requantized:
+        say(experts_sentence(job.plan, losses))
+    say(f"Written: {out}")
+    return job, out
+
+
+def show_plan(job, out: Path, stream: bool, say: Callable[[str], None]) -> None:
+    from .disk import disk_lines
+    from .show import family_rows, text_table
+
+    if job.source.revision:
+        say(f"Source: {job.source.id} at commit {job.source.revision}")
+    say(text_table(family_rows(job.plan)))
+    shards = len(job.plan.shards)
+    say(f"Recipe {job.plan.recipe.name}, MTP head {job.plan.mtp}, {shards} shard{'s' if shards > 1 else ''}.")
+    if job.plan.nvfp4:
+        say(f"Routed experts: from {job.plan.experts_from}.")
+        if job.plan.rounds_twice:
+            say("WARNING: --experts affine rounds the NVFP4 experts twice; without it they keep their codes.")
+    for file in job.plan.unused:
+        say(f"{file}: activation scales, which a weight-only build does not use; not copied.")
+    if job.plan.dropped:
+        say(f"Dropped on purpose: {len(job.plan.dropped)} tensors of the MTP head (model.mtp_layers.0.*).")
+    for line in disk_lines(job, out, stream):
+        say(line)
+
+
+def generate_text(out: Path, prompt: str, max_tokens: int) -> None:
+    from ..validate.generate import generate
+
+    click.echo(prompt, nl=False)
+    for text in generate(out, prompt, max_tokens):
+        click.echo(text, nl=False)
+    click.echo()
+
+
+def fetch(source, checkpoint) -> None:
+    """Brings what a Hub source lacks here."""
+    from .pipeline import fetch_shards
+    from .progress import Progress
+
+    shards = {t.shard for t in checkpoint.tensors.values()}
+    if source.files:
+        progress = Progress(sum(source.files[s].size for s in shards), "download")
+        try:
+            fetch_shards(source, shards, progress)
+        finally:
+            progress.close()
+
+
+def verify_build(folder: Path, checkpoint, sample: float | None, workers: int | None, quiet: bool = False):
+    from ..validate.verify import verify_repo
+    from .progress import Progress
+    from .show import verification_text
+
+    progress = Progress(sum(t.nbytes for t in checkpoint.tensors.values()), "verify")
+    try:
+        found = verify_repo(folder, checkpoint, sample, workers, lambda n: progress(n, "verify"))
+    finally:
+        progress.close()
+    if not quiet:
+        click.echo(verification_text(found))
+    return found
+
+
+def record_verification(folder: Path, result: dict, passed: bool) -> dict | None:
+    """Puts a verification into the build's evidence; where that fails, a failed check still counts for more."""
+    from ..quantize.errors import MotifConvertError
+    from ..validate.evidence import record
+
+    try:
+        evidence = record(folder, "verify", result)
+        if evidence["verify"] != result:
+            say("validation.json keeps the whole verification of before; this one does not renew it.")
+        return evidence
+    except MotifConvertError as e:
+        if passed:
+            raise
+        say(f"Not recorded: {e}")
+        return None
+
+
+def smoke_build(folder: Path, minimum: float | None, quiet: bool = False, **options) -> dict:
+    from .pipeline import smoke as run
+    from .show import smoke_text
+
+    evidence = run(folder, minimum, say, **options)
+    if not quiet:
+        click.echo(smoke_text(evidence["smoke"]))
+    return evidence
+
+
+def show_evidence(out: Path, evidence: dict) -> None:
+    from ..validate.evidence import EVIDENCE, PICTURE
+    from ..validate.inspect import inspect_repo
+    from .show import evidence_rows, text_table
+
+    click.echo(text_table(evidence_rows(inspect_repo(out), evidence)))
+    say(f"Evidence: {out / EVIDENCE} and {out / PICTURE}")
+
+
+def upload_build(folder, target, again: str, force: bool = False, dry_run: bool = False, as_json: bool = False) -> bool:
+    from .upload import ending_at_once, push_text, upload_text
+    from .upload import upload as run
+
+    with ending_at_once(f"Interrupted. Run {again} again to go on; what has arrived is not sent again."):
+        done = run(folder, target, force, dry_run, say, lambda p: None if as_json else click.echo(push_text(p)))
+    click.echo(json.dumps(done.as_dict(), indent=1) if as_json else upload_text(done))
+    if done.problems and done.plan and not done.pushed:
+        say("--force publishes it all the same, and records that.")
+    return not done.problems
+
+
+def recipe_of(bits: str | None, recipe: str | None) -> str:
+    from .recipe import BITS as RECIPES
+
+    if bits and recipe is not None:
+        raise click.UsageError("--bits and --recipe both choose the recipe; give one of them")
+    return RECIPES[bits or "4.5"] if recipe is None else recipe
+
+
+def mtp_of(mtp: str | None, keep_mtp_fp16: bool) -> str | None:
+    if keep_mtp_fp16 and mtp not in (None, "fp16"):
+        raise click.UsageError(f"--keep-mtp-fp16 is --mtp fp16; it does not go with --mtp {mtp}")
+    return "fp16" if keep_mtp_fp16 else mtp
+
+
+def say(text: str) -> None:
+    click.echo(text, err=True)
