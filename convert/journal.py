@@ -59,16 +59,23 @@ def open_journal(out: Path, plan: Plan, version: str) -> Journal:
         return fresh
     try:
         state = json.loads(fresh.path.read_bytes())
-        differs = [k for k in ("version", "recipe", "mtp", "plan_hash") if state[k] != getattr(fresh, k)]
+        differs = other_run(state, vars(fresh))
         if not differs:
             fresh.shards = {k: Written(**v) for k, v in state["shards"].items()}
             fresh.requantized = {k: [float(error), float(power)] for k, (error, power) in state["requantized"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise OutputError(f"{fresh.path}: not readable as the state of a run; choose another --out") from None
     if differs:
-        what = "another source, other rules or other --experts" if differs == ["plan_hash"] else f"another {differs[0]}"
-        raise OutputError(f"{out}: holds an interrupted run with {what}; finish that one, or choose another --out")
+        raise OutputError(f"{out}: holds an interrupted run with {differs}; finish that one, or choose another --out")
     return fresh
+
+
+def other_run(theirs: dict, mine: dict) -> str:
+    """What a run has other than this one; empty if nothing: of `version`, `recipe`, `mtp` and `plan_hash`."""
+    differs = [k for k in ("version", "recipe", "mtp", "plan_hash") if theirs[k] != mine[k]]
+    if differs == ["plan_hash"]:
+        return "another source, other rules or other --experts"
+    return f"another {differs[0]}" if differs else ""
 
 
 @contextmanager

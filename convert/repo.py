@@ -8,15 +8,15 @@ from importlib.resources import files
 from pathlib import Path
 
 from ..quantize.errors import OutputError, SourceError
-from .checkpoint import INDEX, Checkpoint, read_whole
+from .checkpoint import INDEX, Checkpoint, read_json, read_whole
 from .config import MODEL_FILE, built_config
 from .hub import Source
-from .journal import check_unused, open_journal, sole_run
+from .journal import JOURNAL, check_unused, open_journal, other_run, sole_run
 from .losses import Losses, cast_modules, check_casts, requantization
 from .nvfp4 import check_expert_scales
 from .plan import Plan
 from .shards import Written, as_json, index_json, write_file
-from .stream import write_shards
+from .stream import Inspection, write_shards
 from .supply import AtHand, Downloads
 
 PROVENANCE = "motif-convert.json"
@@ -39,6 +39,7 @@ def write_repo(
     progress: Callable[[int, str], None],
     workers: int | None = None,
     supply: AtHand | Downloads | None = None,
+    inspection: Inspection | None = None,
 ) -> Losses:
     """Converts `checkpoint` into the MLX repository `out`, or goes on with an interrupted run.
 
@@ -49,11 +50,13 @@ def write_repo(
         progress: called with bytes of source done and the name of the shard.
         workers: threads that read and quantize; None for one a processor.
         supply: brings the source's shards; None where they are at hand.
+        inspection: see `write_shards`.
     Returns:
         What casting the MTP head and quantizing NVFP4 experts again cost.
     Raises:
         SourceError: the source could not be read, or holds a value that does not fit.
         OutputError: the folder is in use, or could not be written.
+        CheckError: by the inspection.
     """
     if checkpoint.folder.resolve() in out.resolve().parents:
         raise OutputError(f"{out}: lies in the folder of the source; choose another --out")
@@ -67,7 +70,7 @@ def write_repo(
             supply.have(frozenset(checkpoint.tensors[s].shard for m in cast_modules(plan) for s in m.sources))
             casts = check_casts(plan, checkpoint)
             copied = {p.name: read_whole(p) for p in _to_copy(checkpoint.folder)}
-            write_shards(plan, checkpoint, journal, progress, workers, supply)
+            write_shards(plan, checkpoint, journal, progress, workers, supply, inspection)
         except SourceError:
             journal.discard()
             raise
@@ -85,6 +88,36 @@ def write_repo(
         write_file(out / "config.json", config)
         journal.remove()
     return losses
+
+
+def is_finished(out: Path) -> bool:
+    """Whether a folder holds a build that a conversion has finished."""
+    return not (out / JOURNAL).exists() and (out / PROVENANCE).is_file() and (out / "config.json").is_file()
+
+
+def check_is_build_of(out: Path, plan: Plan) -> None:
+    """Refuses a finished build that this version would not have written by this plan, or that lacks files.
+
+    Raises:
+        OutputError: naming the folder.
+    """
+    made, _ = read_json(out / PROVENANCE)
+    try:
+        theirs = {"recipe": made["recipe"]["name"], "mtp": made["mtp"]["policy"], "plan_hash": made["plan_hash"]}
+        theirs["version"], sizes = made["converter"]["version"], {n: f["size"] for n, f in made["files"].items()}
+    except (KeyError, TypeError, AttributeError):
+        raise OutputError(f"{out}: its {PROVENANCE} is not what motif-convert writes; choose another --out") from None
+    mine = {"version": version("motif-convert"), "recipe": plan.recipe.name, "mtp": plan.mtp}
+    if differs := other_run(theirs, mine | {"plan_hash": plan.plan_hash}):
+        raise OutputError(
+            f"{out}: holds a finished build with {differs}, and nothing in it is overwritten; choose another --out"
+        )
+    for name, size in sizes.items():
+        if not (out / name).is_file() or (out / name).stat().st_size != size:
+            raise OutputError(
+                f"{out}: a finished build whose {name} is missing or of another size; see `motif-convert verify`, "
+                "or choose another --out"
+            )
 
 
 def _to_copy(folder: Path) -> list[Path]:

@@ -6,9 +6,11 @@ Threads read and quantize runs of rows ahead of the one that writes. Memory is b
 from collections import Counter
 from collections.abc import Callable
 from itertools import accumulate
+from typing import Protocol
 
 import numpy as np
 
+from ..quantize.errors import CheckError
 from ..quantize.kernels import RAW_DTYPES, affine_quantize, cast, why_not_compiled
 from ..quantize.precision import NVFP4, Quantized
 from .checkpoint import Checkpoint
@@ -22,6 +24,16 @@ from .supply import AtHand, Downloads, shard_needs
 from .workers import Buffers, Workers, processors
 
 
+class Inspection(Protocol):
+    """Looks at finished shards while what they are made of is here."""
+
+    def lacks(self, shard: str, sha256: str) -> bool:
+        """Whether a shard still has to be looked at."""
+
+    def inspect(self, shard: str) -> None:
+        """Raises CheckError if it is not what it should be."""
+
+
 def write_shards(
     plan: Plan,
     checkpoint: Checkpoint,
@@ -29,6 +41,7 @@ def write_shards(
     progress: Callable[[int, str], None],
     workers: int | None = None,
     supply: AtHand | Downloads | None = None,
+    inspection: Inspection | None = None,
 ) -> None:
     """Writes every shard of the plan that the journal lacks.
 
@@ -36,29 +49,50 @@ def write_shards(
         progress: called with bytes of source done and the shard's name.
         workers: threads that read and quantize; None for one a processor. The bytes do not depend on it.
         supply: brings the source's shards; None where they are at hand.
+        inspection: of each shard, before what it is made of may go.
     Raises:
-        SourceError, OutputError.
+        SourceError, OutputError. CheckError: by the inspection; that shard will be written again.
     """
     supply, needs, shards = supply or AtHand(), shard_needs(plan, checkpoint), plan.shards
+    written = set()
     for name, modules in shards.items():
         done, path = journal.shards.get(name), journal.path.parent / name
         if done and path.is_file() and path.stat().st_size == done.size:
             progress(sum(m.source_nbytes for m in modules), name)
-            del needs[name]
+            written.add(name)
+            if not (inspection and inspection.lacks(name, done.sha256)):
+                del needs[name]
     with Workers(workers or processors()) as threads:
         for name in supply.begin(needs):
             supply.need(name)
-            modules = shards[name]
-            check_expert_scales(checkpoint, sorted({m.source for m in modules if m.source_dtype == "NVFP4"}))
-            with new_file(journal.path.parent / name) as file:
-                file.write(shard_header(modules))
-                for module in modules:
-                    _write_module(module, checkpoint, file, threads, lambda n, name=name: progress(n, name))
-            journal.shards[name] = file.written()
-            journal.requantized |= requantization_errors(modules, checkpoint)
-            journal.save()
+            if name not in written:
+                _write_shard(name, shards[name], checkpoint, journal, threads, progress)
+            if inspection:
+                _inspect(name, inspection, journal)
             checkpoint.close()  # a file that is open keeps its place on the disk
             supply.release(name)
+
+
+def _write_shard(
+    name: str, modules: list[Module], checkpoint: Checkpoint, journal: Journal, threads: Workers, progress
+) -> None:
+    check_expert_scales(checkpoint, sorted({m.source for m in modules if m.source_dtype == "NVFP4"}))
+    with new_file(journal.path.parent / name) as file:
+        file.write(shard_header(modules))
+        for module in modules:
+            _write_module(module, checkpoint, file, threads, lambda count: progress(count, name))
+    journal.shards[name] = file.written()
+    journal.requantized |= requantization_errors(modules, checkpoint)
+    journal.save()
+
+
+def _inspect(name: str, inspection: Inspection, journal: Journal) -> None:
+    try:
+        inspection.inspect(name)
+    except CheckError:
+        del journal.shards[name]
+        journal.save()
+        raise
 
 
 def left_to_mlx(plan: Plan) -> dict[str, int]:

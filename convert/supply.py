@@ -38,23 +38,33 @@ class Itinerary:
     source_peak: int
 
 
-def itinerary(needs: dict[str, frozenset[str]], sizes: dict[str, int], outputs: dict[str, int]) -> Itinerary:
+def order_of_work(needs: dict[str, frozenset[str]], sizes: dict[str, int]) -> list[str]:
     """Orders outputs: always the one next that needs the fewest new source bytes, the first of equals.
 
     Args:
         needs: see `shard_needs`.
-        sizes, outputs: bytes of source shards, and of output shards.
+        sizes: bytes of source shards.
+    """
+    order, held, left = [], frozenset(), dict(needs)
+    while left:
+        name = min(left, key=lambda n: sum(sizes[s] for s in left[n] - held))
+        order.append(name)
+        held |= left.pop(name)
+        held &= frozenset().union(*left.values())
+    return order
+
+
+def itinerary(needs: dict[str, frozenset[str]], sizes: dict[str, int], outputs: dict[str, int]) -> Itinerary:
+    """What working in `order_of_work` takes.
+
+    Args:
+        outputs: bytes of output shards.
     """
 
     def nbytes(shards: frozenset[str]) -> int:
         return sum(sizes[s] for s in shards)
 
-    order, held, left = [], frozenset(), dict(needs)
-    while left:
-        name = min(left, key=lambda n: nbytes(left[n] - held))
-        order.append(name)
-        held |= left.pop(name)
-        held &= frozenset().union(*left.values())
+    order = order_of_work(needs, sizes)
     peak = source_peak = written = 0
     held = frozenset()
     for place, name in enumerate(order):
@@ -96,13 +106,10 @@ class Downloads:
         progress: called with bytes that arrived and a shard's name, empty until it is whole; from several threads.
         into: a folder to hold shards in only as long as an unfinished output needs them; None keeps all of them in
             the Hub cache.
-        outputs: bytes of each output shard.
     """
 
-    def __init__(
-        self, source: Source, progress: Callable[[int, str], None], into: Path | None, outputs: dict[str, int]
-    ):
-        self.source, self.progress, self.into, self.outputs = source, progress, into, outputs
+    def __init__(self, source: Source, progress: Callable[[int, str], None], into: Path | None):
+        self.source, self.progress, self.into = source, progress, into
         self._pool = ThreadPoolExecutor(PARALLEL, thread_name_prefix="download")
         self._arriving: dict[str, Future] = {}
         self._needs: dict[str, frozenset[str]] = {"": frozenset()}  # until `begin` says which
@@ -113,7 +120,7 @@ class Downloads:
         """Says which outputs are to be made; returns the order to make them in."""
         sizes = {name: file.size for name, file in self.source.files.items()}
         self._needs = dict(needs)
-        self._order = list(itinerary(needs, sizes, self.outputs).order) if self.into else list(needs)
+        self._order = order_of_work(needs, sizes) if self.into else list(needs)
         if not self.into:
             for name in self._order:
                 self._send_for(needs[name])

@@ -1,4 +1,4 @@
-"""Errors that a user can mend. The command line prints their text and exits with code 2."""
+"""Errors that a user can mend. The command line prints their text and exits with code 2, for a failed check with 1."""
 
 
 class MotifConvertError(Exception):
@@ -15,6 +15,10 @@ class RecipeError(MotifConvertError):
 
 class OutputError(MotifConvertError):
     """The output folder can't be used, or can't be written."""
+
+
+class CheckError(MotifConvertError):
+    """What was written is not what it should be."""
 
 
 MOST_ITEMS = 1000

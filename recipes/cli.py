@@ -9,6 +9,7 @@ import click
 
 from .options import Finite, build_options, given, hub_options, out_option, workers_option
 from .steps import (
+    NOT_ON_THE_HUB,
     convert_source,
     fetch,
     generate_text,
@@ -20,7 +21,9 @@ from .steps import (
     show_plan,
     smoke_build,
     upload_build,
+    verified_before,
     verify_build,
+    verify_streamed,
 )
 
 
@@ -52,23 +55,26 @@ def cli(ctx, prompt, max_tokens, no_verify, upload, private, create_pr, **build)
             option = "--" + misplaced[0].replace("_", "-")
             raise click.UsageError(f"{option} stands before {ctx.invoked_subcommand}; put options after the command")
         return
+    from ..validate.evidence import read_evidence
     from ..validate.generate import PROMPT, why_not
 
-    if build["stream"] and not no_verify:
-        raise click.UsageError(
-            "--stream keeps no source to verify against; add --no-verify, and run `motif-convert verify` when you "
-            "have the room"
-        )
     target = _target_of_build(no_verify, upload, private, create_pr)
-    job, out = convert_source(**build)
+    stream = build["stream"]
+    job, out = convert_source(**build, compare=stream and not no_verify)
     reason = why_not(out, job.plan.total_bytes)
     if reason:
         say(f"No text generated: {reason}.")
     else:
         generate_text(out, PROMPT if prompt is None else prompt, max_tokens)
     evidence, failed = None, False
-    if not no_verify:
-        found = verify_build(out, job.checkpoint, None, None)
+    if not no_verify and stream and verified_before(out):
+        evidence = read_evidence(out)
+    elif not no_verify:
+        found = (
+            verify_streamed(out, job.source, job.checkpoint, None)
+            if stream
+            else verify_build(out, job.checkpoint, None, None)
+        )
         evidence, failed = record_verification(out, found.as_dict(), found.passed), not found.passed
     if not reason and job.plan.has_mtp:
         evidence = smoke_build(out, job.plan.recipe.min_acceptance)
@@ -128,19 +134,27 @@ def inspect(folder, as_json):
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
 @click.option("--source", metavar="REPO|DIR|demo", help="What DIR was made from.  [default: what it names]")
 @click.option("--revision", help="Branch, tag or commit of a Hub --source.")
+@click.option("--stream", is_flag=True, help="Keep a Hub source's shards only as long as they are needed.")
 @click.option("--sample", type=Finite(0, 1, min_open=True), help="Fraction to compare, for a quick look.")
 @click.option("--workers", type=click.IntRange(1), help="Processes.  [default: one a processor]")
 @click.option("--json", "as_json", is_flag=True, help="The findings as JSON.")
 @click.pass_context
-def verify(ctx, folder, source, revision, sample, workers, as_json):
+def verify(ctx, folder, source, revision, stream, sample, workers, as_json):
     """Check every group of a build against its source; record it in validation.json."""
     from .pipeline import open_source, source_of
 
     if revision and not source:
         raise click.UsageError("--revision goes with --source")
+    if stream and sample is not None:
+        raise click.UsageError("--stream fetches every shard; it does not go with --sample")
     origin, checkpoint = open_source(*((source, revision) if source else source_of(folder)))
-    fetch(origin, checkpoint)
-    found = verify_build(folder, checkpoint, sample, workers, quiet=as_json)
+    if stream:
+        if not origin.files:
+            raise click.UsageError(NOT_ON_THE_HUB)
+        found = verify_streamed(folder, origin, checkpoint, workers, quiet=as_json)
+    else:
+        fetch(origin, checkpoint)
+        found = verify_build(folder, checkpoint, sample, workers, quiet=as_json)
     if as_json:
         click.echo(json.dumps(found.as_dict(), indent=1))
     record_verification(folder, found.as_dict(), found.passed)
@@ -216,7 +230,7 @@ def _target_of_build(no_verify: bool, upload: str | None, private: bool, create_
 
 def main() -> None:
     """Entry point: runs a command, and turns what a user can mend into one line."""
-    from ..quantize.errors import MotifConvertError
+    from ..quantize.errors import CheckError, MotifConvertError
 
     try:
         # Not cli.main(): it ends a broken pipe with exit code 1, whatever standalone_mode says.
@@ -235,7 +249,7 @@ def main() -> None:
         sys.exit(0)
     except MotifConvertError as e:
         say(f"motif-convert: error: {e}")
-        sys.exit(2)
+        sys.exit(1 if isinstance(e, CheckError) else 2)
     except OSError as e:
         say(f"motif-convert: error: {e.filename or ''}: {e.strerror or e}".replace(": :", ":"))
         sys.exit(2)

@@ -73,13 +73,22 @@ def demands(job: Job, out: Path, stream: bool) -> list[Demand]:
 
 def check_space(job: Job, out: Path, stream: bool) -> None:
     """Refuses a conversion that the disks can't hold. Raises OutputError."""
+    hint = "" if stream or not job.source.files else "; --stream keeps few source shards at a time"
     for demand in demands(job, out, stream):
-        if not demand.is_met:
-            hint = "" if stream or not job.source.files else "; --stream keeps few source shards at a time"
-            raise OutputError(
-                f"{demand.folder}: {human_bytes(demand.nbytes)} are needed there and "
-                f"{human_bytes(demand.free)} are free; free some space{hint}"
-            )
+        _refuse_unmet(demand, hint)
+
+
+def check_space_to_verify(job: Job, folder: Path) -> None:
+    """Refuses a streamed verification that the build's disk can't hold. Raises OutputError."""
+    _refuse_unmet(Demand(folder, itinerary_of(job).source_peak, shutil.disk_usage(folder).free), "")
+
+
+def _refuse_unmet(demand: Demand, hint: str) -> None:
+    if not demand.is_met:
+        raise OutputError(
+            f"{demand.folder}: {human_bytes(demand.nbytes)} are needed there and "
+            f"{human_bytes(demand.free)} are free; free some space{hint}"
+        )
 
 
 def disk_lines(job: Job, out: Path, stream: bool) -> list[str]:

@@ -8,14 +8,19 @@ from pathlib import Path
 
 from ..convert.checkpoint import Checkpoint, open_checkpoint, read_json
 from ..convert.hub import Source
+from ..convert.journal import sole_run
 from ..convert.losses import Losses
 from ..convert.plan import Plan
 from ..convert.planner import make_plan
 from ..convert.repo import PROVENANCE, write_repo
 from ..convert.sources import find_source, shard_reader, source_name
-from ..convert.supply import AtHand, Downloads
+from ..convert.supply import AtHand, Downloads, shard_needs
 from ..quantize.errors import RecipeError, SourceError
 from ..quantize.policy import MTP_POLICIES
+from ..validate.comparisons import Comparisons
+from ..validate.provenance import check_is_build, read_provenance
+from ..validate.verification import Verification
+from ..validate.verify import verify_repo, what_it_should_be
 from .card import make_card
 from .recipe import load_recipe
 
@@ -68,7 +73,7 @@ def fetch_shards(source: Source, shards: Iterable[str], progress: Callable[[int,
         SourceError: one could not be had.
     """
     if source.files:
-        with closing(Downloads(source, progress, None, {})) as downloads:
+        with closing(Downloads(source, progress, None)) as downloads:
             downloads.have(frozenset(shards))
 
 
@@ -108,18 +113,21 @@ def convert(
     workers: int | None = None,
     stream: bool = False,
     downloaded: Callable[[int, str], None] = lambda count, name: None,
+    compared: Callable[[int], None] | None = None,
 ) -> Losses:
     """Writes the MLX repository; see `write_repo`.
 
     Args:
         stream: hold a Hub source's shards only as long as an unfinished output needs them.
         downloaded: called with bytes that arrived from the Hub, and a shard's name once it is whole.
+        compared: called with bytes that were compared, if each shard is to be compared with the source as soon as it
+            is written; see `verify_streamed`, which then needs no download. None: not now.
     """
     into = out / STREAMED if stream else None
-    outputs = {name: sum(m.nbytes for m in modules) for name, modules in job.plan.shards.items()}
-    supply = Downloads(job.source, downloaded, into, outputs) if job.source.files else AtHand()
+    supply = Downloads(job.source, downloaded, into) if job.source.files else AtHand()
     with job.checkpoint as checkpoint, closing(supply):
         checkpoint.shard_folder = into or checkpoint.folder
+        inspection = Comparisons(out, job.plan, checkpoint, workers, compared) if compared else None
         return write_repo(
             job.plan,
             checkpoint,
@@ -129,7 +137,50 @@ def convert(
             progress,
             workers,
             supply,
+            inspection,
         )
+
+
+def job_of_build(folder: Path, source: Source, checkpoint: Checkpoint) -> Job | None:
+    """The job that makes a build again; None if its motif-convert.json does not tell, or tells of another source.
+
+    Raises:
+        SourceError: not a build.
+    """
+    check_is_build(folder)
+    plan = what_it_should_be(folder, checkpoint)[1]
+    return Job(source, checkpoint, plan) if plan else None
+
+
+def verify_streamed(
+    folder: Path,
+    job: Job,
+    workers: int | None,
+    progress: Callable[[int], None],
+    downloaded: Callable[[int, str], None],
+) -> Verification:
+    """Checks a build as `verify_repo` does, with few of a Hub source's shards here at a time.
+
+    What was compared before, by an interrupted run of this or in the course of the conversion, is not fetched again.
+
+    Args:
+        job: as `job_of_build` has it.
+        progress: called with bytes of source that were compared since the last call.
+        downloaded: called with bytes that arrived from the Hub, and a shard's name once it is whole.
+    Raises:
+        SourceError, OutputError.
+    """
+    recorded = {name: file.sha256 for name, file in read_provenance(folder).files.items()}
+    needs = shard_needs(job.plan, job.checkpoint)
+    into = folder / STREAMED
+    with sole_run(folder), job.checkpoint as checkpoint, closing(Downloads(job.source, downloaded, into)) as supply:
+        checkpoint.shard_folder = into
+        compared = Comparisons(folder, job.plan, checkpoint, workers, progress)
+        for name in supply.begin({n: s for n, s in needs.items() if compared.lacks(n, recorded.get(n))}):
+            supply.need(name)
+            compared.compare(name)
+            supply.release(name)
+    return verify_repo(folder, checkpoint, workers=workers, compared=compared)
 
 
 def smoke(
@@ -155,7 +206,6 @@ def smoke(
         The build's evidence.
     """
     from ..validate.evidence import record
-    from ..validate.provenance import read_provenance
     from ..validate.smoke import load_build, read_prompts, read_text
     from ..validate.smoke import smoke as run
 

@@ -6,9 +6,15 @@ from pathlib import Path
 
 import click
 
+NOT_ON_THE_HUB = "--stream is for a source on the Hub; this one is on this machine already"
 
-def convert_source(source, revision, stream, bits, recipe, mtp, keep_mtp_fp16, experts, out, workers):
+
+def convert_source(
+    source, revision, stream, bits, recipe, mtp, keep_mtp_fp16, experts, out, workers, compare: bool = False
+):
+    """Converts, or finds that this is done; with `compare`, each shard is compared with the source on the way."""
     from ..convert.journal import check_unused
+    from ..convert.repo import check_is_build_of, is_finished
     from ..convert.stream import left_to_mlx
     from . import pipeline
     from .disk import check_space, download_of
@@ -17,26 +23,41 @@ def convert_source(source, revision, stream, bits, recipe, mtp, keep_mtp_fp16, e
 
     recipe, mtp = recipe_of(bits, recipe), mtp_of(mtp, keep_mtp_fp16)
     out = pipeline.default_out(source, recipe, mtp) if out is None else out
-    check_unused(out)
+    finished = is_finished(out)
+    if not finished:
+        check_unused(out)
     job = pipeline.prepare(source, recipe, mtp, experts, revision)
     if stream and not job.source.files:
-        raise click.UsageError("--stream is for a source on the Hub; this one is on this machine already")
+        raise click.UsageError(NOT_ON_THE_HUB)
+    if finished:
+        check_is_build_of(out, job.plan)
+        say(f"Complete already: {out}")
+        return job, out
     show_plan(job, out, stream, say)
     check_space(job, out, stream)
     for reason, nbytes in left_to_mlx(job.plan).items():
         say(f"{human_bytes(nbytes)} of source go through mx.quantize, slowly and to the same bytes: {reason}.")
     download = download_of(job, out, stream)
     downloaded = Progress(download.nbytes, "download") if download else None
+    compared = Progress(job.source_bytes, "verify") if compare else None
     progress = Progress(job.source_bytes, "convert")
     try:
-        losses = pipeline.convert(job, out, progress, workers, stream, downloaded or (lambda count, name: None))
+        losses = pipeline.convert(
+            job,
+            out,
+            progress,
+            workers,
+            stream,
+            downloaded or (lambda count, name: None),
+            (lambda count: compared(count, "verify")) if compared else None,
+        )
     except KeyboardInterrupt:
         say(f"Interrupted. Run the same command again (--out {out}) to go on.")
         raise
     finally:
-        progress.close()
-        if downloaded:
-            downloaded.close()
+        for bar in (progress, downloaded, compared):
+            if bar:
+                bar.close()
     say(mtp_sentence(job.plan, losses))
     if losses.requantized:
         say(experts_sentence(job.plan, losses))
@@ -103,13 +124,68 @@ def verify_build(folder: Path, checkpoint, sample: float | None, workers: int | 
     return found
 
 
+def verify_streamed(folder: Path, source, checkpoint, workers: int | None, quiet: bool = False):
+    """The same, while the source's shards come and go."""
+    from ..validate.verify import verify_repo
+    from . import pipeline
+    from .disk import check_space_to_verify
+    from .progress import Progress
+    from .show import verification_text
+
+    job = pipeline.job_of_build(folder, source, checkpoint)
+    if job is None:
+        found = verify_repo(folder, checkpoint)  # says why, and compares nothing
+    else:
+        check_space_to_verify(job, folder)
+        shards = {t.shard for t in checkpoint.tensors.values()}
+        downloaded = Progress(sum(source.files[s].size for s in shards), "download")
+        progress = Progress(job.source_bytes, "verify")
+        try:
+            found = pipeline.verify_streamed(folder, job, workers, lambda n: progress(n, "verify"), downloaded)
+        except KeyboardInterrupt:
+            say("Interrupted. Run the same command again to go on.")
+            raise
+        finally:
+            progress.close()
+            downloaded.close()
+    if not quiet:
+        click.echo(verification_text(found))
+    return found
+
+
+def verified_before(folder: Path) -> bool:
+    """Whether the evidence says that all was compared, and the build is still what it was: structure and hashes."""
+    from ..validate.contents import digest
+    from ..validate.evidence import is_verified
+    from ..validate.provenance import read_provenance
+    from ..validate.ready import check_hashes, check_structure
+    from .progress import Progress
+
+    if not is_verified(folder) or check_structure(folder)[1]:
+        return False
+    provenance = read_provenance(folder)
+    progress, found = Progress(sum(f.size for f in provenance.files.values()), "check"), {}
+    try:
+        for name, file in provenance.files.items():
+            found[name] = digest(folder / name).sha256
+            progress(file.size, name)
+        same = not check_hashes(provenance, found)
+    finally:
+        progress.close()
+    if same:
+        say("Compared with the source before, and its files have kept their hashes: validation.json stands.")
+    return same
+
+
 def record_verification(folder: Path, result: dict, passed: bool) -> dict | None:
     """Puts a verification into the build's evidence; where that fails, a failed check still counts for more."""
     from ..quantize.errors import MotifConvertError
+    from ..validate.comparisons import forget
     from ..validate.evidence import record
 
     try:
         evidence = record(folder, "verify", result)
+        forget(folder)
         if evidence["verify"] != result:
             say("validation.json keeps the whole verification of before; this one does not renew it.")
         return evidence

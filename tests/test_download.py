@@ -194,7 +194,7 @@ def test_revision_and_stream_are_for_the_hub(run):
     assert "--revision" in run("plan", "--source", DEMO, "--revision", "main").stderr
     assert "--revision" in run("plan", "--source", "demo", "--revision", "main").stderr
     assert run("convert", "--source", DEMO, "--stream").returncode == 2
-    assert "--no-verify" in run("--source", REPO, "--stream").stderr
+    assert "--sample" in run("verify", DEMO, "--stream", "--sample", "0.5").stderr
 
 
 def test_a_token_is_nowhere(server, run, tmp_path):
@@ -313,6 +313,86 @@ def test_stream_holds_no_more_than_the_plan_says(ten, tmp_path):
     assert plan["stream"]["source_peak"] < 0.8 * source
     assert 0.5 * plan["stream"]["peak"] < most[0] < plan["stream"]["peak"] + small_files
     assert cached < small_files, "no shard in the Hub cache"
+
+
+@pytest.fixture
+def streamed(ten, tmp_path):
+    """The command with small output shards, in a folder of its own, and the Hub that it asks."""
+    (tmp_path / "server").mkdir()
+    largest = max(p.stat().st_size for p in ten.glob("*.safetensors")) // 3
+    with HubServer(tmp_path / "server") as server:
+        server.add_repo("acme/ten", files={p.name: p for p in ten.iterdir()})
+        env = environment_with(server.env(tmp_path / "home") | {"HF_HUB_OFFLINE": "0"})
+
+        def command(*args, **how):
+            words = [sys.executable, "-c", SMALL_SHARDS, str(largest), *args]
+            return subprocess.Popen(words, cwd=tmp_path, env=env, text=True, stderr=subprocess.PIPE, **how)
+
+        yield command, server
+
+
+def ended(process) -> tuple[int, str]:
+    said = process.communicate()[1]
+    return process.returncode, said
+
+
+WHOLE = ("--source", "acme/ten", "--out", "out", "--stream", "--max-tokens", "2")
+
+
+def test_a_streamed_build_is_verified_as_it_is_made(streamed, ten, tmp_path):
+    """The source comes once, and what the evidence says is what verifying against the whole source says."""
+    command, server = streamed
+    code, said = ended(command(*WHOLE))
+    assert code == 0, said
+    size = sum(p.stat().st_size for p in ten.glob("*.safetensors"))
+    assert sent(server) == size
+    found = json.loads((tmp_path / "out" / "validation.json").read_text())["verify"]
+    assert ended(command("verify", "out", "--source", str(ten)))[0] == 0
+    assert json.loads((tmp_path / "out" / "validation.json").read_text())["verify"] == found
+    assert (found["passed"], found["sampled"]) == (True, 1)
+    assert not [p.name for p in (tmp_path / "out").iterdir() if p.name.startswith(".")]
+    before = sent(server)
+    code, said = ended(command(*WHOLE))
+    assert (code, sent(server) - before) == (0, 0), said
+    assert "validation.json stands" in said
+
+
+def test_a_streamed_run_is_killed_and_compares_what_it_has_not(streamed, ten, tmp_path):
+    command, server = streamed
+    server.fail(Fault("GET", "safetensors", times=None, pause=0.002, chunk=1 << 16))
+    process = command(*WHOLE)
+    kept = tmp_path / "out" / ".motif-convert.compared"
+    while process.poll() is None and not (kept.is_dir() and len(list(kept.glob("model*.json"))) >= 3):
+        time.sleep(0.002)
+    process.kill()
+    process.communicate()
+    assert not (tmp_path / "out" / "config.json").exists()
+    server.heal()
+    code, said = ended(command("convert", "--source", "acme/ten", "--out", "out", "--stream"))
+    assert code == 0, said
+    before = sent(server)
+    code, said = ended(command("verify", "out", "--stream"))
+    assert code == 0, said
+    size = sum(p.stat().st_size for p in ten.glob("*.safetensors"))
+    assert 0 < sent(server) - before < size, "what had been compared was not fetched again"
+    assert not [p.name for p in (tmp_path / "out").iterdir() if p.name.startswith(".")]
+    assert json.loads((tmp_path / "out" / "validation.json").read_text())["passed"]
+
+
+def test_verify_streamed_finds_what_differs(streamed, ten, tmp_path):
+    command, server = streamed
+    assert ended(command("convert", "--source", "acme/ten", "--out", "out", "--stream"))[0] == 0
+    shard = sorted((tmp_path / "out").glob("model-*.safetensors"))[1]
+    data = bytearray(shard.read_bytes())
+    data[-1000] ^= 1
+    shard.write_bytes(data)
+    code, said = ended(command("verify", "out", "--stream"))
+    assert code == 1, said
+    found = json.loads((tmp_path / "out" / "validation.json").read_text())["verify"]
+    assert ended(command("verify", "out", "--source", str(ten)))[0] == 1
+    assert json.loads((tmp_path / "out" / "validation.json").read_text())["verify"] == found
+    assert found["offenders_total"] == 1
+    assert [p for p in found["problems"] if shard.name in p and "sha256" in p]
 
 
 def disk_use(folder: Path) -> int:

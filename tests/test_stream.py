@@ -22,9 +22,10 @@ from motif_convert.convert.names import entries
 from motif_convert.convert.repo import write_repo
 from motif_convert.convert.shards import new_file
 from motif_convert.convert.workers import Workers
-from motif_convert.quantize.errors import OutputError, SourceError
+from motif_convert.quantize.errors import CheckError, OutputError, SourceError
 from motif_convert.recipes.cli import cli
 from motif_convert.recipes.pipeline import prepare
+from motif_convert.validate.comparisons import Comparisons
 
 TINY = REFERENCE / "tiny-motif3"
 COMMAND = str(Path(sys.executable).with_name("motif-convert"))
@@ -285,6 +286,38 @@ def test_killed_in_any_shard_then_finished(sharded_job, sharded, tmp_path):
         run(sharded_job, out)
         assert differing(out, whole) == []
         assert {p: (p.stat().st_ino, p.stat().st_mtime_ns) for p in before} == before
+
+
+class FlipsABit(Comparisons):
+    """The disk, or the memory, of a machine at fault: what is read back of a shard is not what was written."""
+
+    def inspect(self, shard: str) -> None:
+        if shard == "model-00003-of-00006.safetensors":
+            path = self.out / shard
+            data = bytearray(path.read_bytes())
+            data[-1] ^= 4
+            path.write_bytes(data)
+        super().inspect(shard)
+
+
+def test_what_is_read_back_wrong_is_written_again(sharded_job, sharded, tmp_path):
+    job, out = sharded_job, tmp_path / "out"
+
+    def write(inspection: type[Comparisons]) -> None:
+        looks = inspection(out, job.plan, job.checkpoint)
+        write_repo(
+            job.plan, job.checkpoint, job.source, out, lambda casts: "card", lambda n, name: None, inspection=looks
+        )
+
+    with pytest.raises(CheckError, match=r"model-00003.*read back.*expected.*run the same command again"):
+        write(FlipsABit)
+    assert len(json.loads((out / JOURNAL).read_text())["shards"]) == 2
+    assert not (out / "config.json").exists()
+    write(Comparisons)
+    kept = out / ".motif-convert.compared"
+    assert len(list(kept.iterdir())) == 6
+    shutil.rmtree(kept)
+    assert differing(out, sharded[0]) == []
 
 
 def test_progress_counts_every_source_byte_once(sharded_job, sharded, tmp_path):

@@ -53,6 +53,11 @@ def lacking(out: Path) -> list[str]:
     return what_lacks(_evidence_of(out))
 
 
+def is_verified(out: Path) -> bool:
+    """Whether all of this very build was compared with its source, and equal. Raises SourceError: not a build."""
+    return _verified_whole(_evidence_of(out)["verify"])
+
+
 def forced(out: Path) -> bytes:
     """validation.json for a build that is published though it has not passed. Raises SourceError."""
     evidence = _evidence_of(out)

@@ -134,7 +134,7 @@ def comparison(module: Module, found: dict[str, TensorInfo], out: Path, checkpoi
         precision=module.precision,
         source_dtype="NVFP4" if nvfp4 else checkpoint.tensors[source].dtype,
         stored=tuple(as_part(found[t.name], out, rows) for t in module.stored),
-        sources=tuple(as_part(checkpoint.tensors[n], checkpoint.folder, source_rows) for n in names),
+        sources=tuple(as_part(checkpoint.tensors[n], checkpoint.shard_folder, source_rows) for n in names),
         matrices=matrices,
         rows=rows,
         width=width,

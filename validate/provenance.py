@@ -1,10 +1,12 @@
 """motif-convert.json read back: what a build says of itself, and the plan that this means."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..convert.checkpoint import INDEX, Checkpoint, read_json
 from ..convert.config import MODEL_FILE
+from ..convert.journal import JOURNAL
 from ..convert.plan import Plan
 from ..convert.planner import make_plan
 from ..convert.repo import PROVENANCE, PROVENANCE_FORMAT
@@ -30,6 +32,14 @@ class Provenance:
     mtp: str | None
     requantize: bool
     files: dict[str, Written]
+
+
+def check_is_build(out: Path) -> None:
+    """Refuses what is not a build at all, not even a broken one. Raises SourceError."""
+    if not out.is_dir():
+        raise SourceError(f"{out}: no such folder")
+    if not any(os.path.lexists(out / name) for name in (PROVENANCE, JOURNAL)):
+        raise SourceError(f"{out}: not a build of motif-convert: it has no {PROVENANCE}")
 
 
 def read_provenance(out: Path) -> Provenance:

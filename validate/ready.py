@@ -1,16 +1,14 @@
 """Whether a folder is a finished build, whole and as motif-convert.json says, without its source."""
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
 from ..convert.checkpoint import INDEX
 from ..convert.config import MODEL_FILE
-from ..convert.journal import JOURNAL
 from ..convert.repo import PROVENANCE
 from ..quantize.errors import SourceError
 from .claims import CONFIG, check_claims
-from .provenance import Provenance, one_line, read_provenance
+from .provenance import Provenance, check_is_build, one_line, read_provenance
 from .structure import EVIDENCE, check_files, check_index, read_shards
 
 
@@ -20,10 +18,7 @@ def check_structure(out: Path) -> tuple[Provenance | None, list[str]]:
     Raises:
         SourceError: it is not a build at all.
     """
-    if not out.is_dir():
-        raise SourceError(f"{out}: no such folder")
-    if not any(os.path.lexists(out / name) for name in (PROVENANCE, JOURNAL)):
-        raise SourceError(f"{out}: not a build of motif-convert: it has no {PROVENANCE}")
+    check_is_build(out)
     try:
         provenance = read_provenance(out)
     except SourceError as e:
