@@ -1,6 +1,5 @@
 """The MLX repository: shards, and all that stands beside them. It looks whole only when it is."""
 
-import hashlib
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 from importlib.metadata import version
@@ -35,24 +34,26 @@ def write_repo(
     checkpoint: Checkpoint,
     source: Source,
     out: Path,
-    card: Callable[[Losses], str],
+    card: Callable[[dict], str],
+    card_facts: dict,
     progress: Callable[[int, str], None],
     workers: int | None = None,
     supply: AtHand | Downloads | None = None,
     inspection: Inspection | None = None,
-) -> Losses:
+) -> dict:
     """Converts `checkpoint` into the MLX repository `out`, or goes on with an interrupted run.
 
     config.json is written last: without it no loader takes the folder for a model.
 
     Args:
-        card: makes README.md.
+        card: makes README.md of motif-convert.json, which has all but `files` then.
+        card_facts: JSON that the card needs beside, kept in motif-convert.json as `card`.
         progress: called with bytes of source done and the name of the shard.
         workers: threads that read and quantize; None for one a processor.
         supply: brings the source's shards; None where they are at hand.
         inspection: see `write_shards`.
     Returns:
-        What casting the MTP head and quantizing NVFP4 experts again cost.
+        motif-convert.json.
     Raises:
         SourceError: the source could not be read, or holds a value that does not fit.
         OutputError: the folder is in use, or could not be written.
@@ -76,18 +77,20 @@ def write_repo(
             raise
         supply.close()
         losses = Losses(casts, requantization(plan, journal.requantized))
+        made = _provenance(plan, source, losses) | {"card": card_facts}
         contents = copied | {
             MODEL_FILE: (files(__package__) / MODEL_FILE).read_bytes(),
-            "README.md": card(losses).encode(),
+            "README.md": card(made).encode(),
             INDEX: index_json(plan),
         }
         config = as_json(built_config(checkpoint.config, plan.quantized, plan.dominant, plan.config_keys()))
         written = journal.shards | {name: write_file(out / name, data) for name, data in contents.items()}
-        written["config.json"] = Written(len(config), hashlib.sha256(config).hexdigest())
-        write_file(out / PROVENANCE, as_json(_provenance(plan, source, losses, written)))
+        written["config.json"] = Written.of(config)
+        made["files"] = {name: written[name].as_dict() for name in sorted(written)}
+        write_file(out / PROVENANCE, as_json(made))
         write_file(out / "config.json", config)
         journal.remove()
-    return losses
+    return made
 
 
 def is_finished(out: Path) -> bool:
@@ -128,7 +131,8 @@ def _to_copy(folder: Path) -> list[Path]:
         raise OutputError(f"{folder}: could not be read: {e.strerror}") from None
 
 
-def _provenance(plan: Plan, source: Source, losses: Losses, written: dict[str, Written]) -> dict:
+def _provenance(plan: Plan, source: Source, losses: Losses) -> dict:
+    keys = plan.config_keys()
     return {
         "format": PROVENANCE_FORMAT,
         "converter": {"name": "motif-convert", "version": version("motif-convert")},
@@ -141,6 +145,8 @@ def _provenance(plan: Plan, source: Source, losses: Losses, written: dict[str, W
         "recipe": plan.recipe.as_dict(),
         "mtp": {
             "policy": plan.mtp,
+            "dtype": keys.get("mtp_dtype"),
+            "compute_dtype": keys.get("mtp_compute_dtype"),
             "dropped": [name for name, _ in plan.dropped],
             "casts": losses.casts.as_dict() if losses.casts else None,
         },
@@ -153,5 +159,4 @@ def _provenance(plan: Plan, source: Source, losses: Losses, written: dict[str, W
         "total_bytes": plan.total_bytes,
         "total_parameters": plan.total_parameters,
         "bits_per_weight": plan.bits_per_weight,
-        "files": {name: written[name].as_dict() for name in sorted(written)},
     }

@@ -27,6 +27,10 @@ class Written:
     def as_dict(self) -> dict:
         return {"size": self.size, "sha256": self.sha256}
 
+    @staticmethod
+    def of(data: bytes) -> "Written":
+        return Written(len(data), hashlib.sha256(data).hexdigest())
+
 
 class HashedFile:
     """A file written from front to back, its sha256 computed on the way, in a thread beside the writing.

@@ -1,81 +1,226 @@
-"""README.md of a build: the model card, as the Hub reads it."""
+"""README.md of a build: the model card, as the Hub reads it.
+
+All of it follows from motif-convert.json, the sizes of the families and validation.json, so that it can be written
+again when there is more to say.
+"""
 
 import re
+import shlex
+from pathlib import Path
 
 import yaml
 
-from ..convert.checkpoint import Checkpoint, read_whole
-from ..convert.hub import Source
-from ..convert.losses import Losses
-from ..convert.plan import Plan
-from ..quantize.errors import SourceError
-from .show import experts_sentence, family_rows, markdown_table, mtp_sentence
+from ..convert.checkpoint import Checkpoint, read_json, read_whole
+from ..convert.repo import PROVENANCE
+from ..convert.shards import Written, as_json, write_file
+from ..quantize.errors import RecipeError, SourceError
+from ..validate.evidence import evidence_of
+from ..validate.inspect import inspect_repo
+from ..validate.provenance import read_provenance
+from .card_text import evidence_section, plain
+from .recipe import built_in, load_recipe, recipe_yaml
+from .show import experts_sentence, families_table, markdown_table, mtp_sentence
 
+CARD = "README.md"
+DEMO_ID = "demo-motif3"
+BEFORE = ".README.md.before"  # a card that was changed by hand, kept when it is written anew
 MAX_CARD_BYTES = 4 << 20
 FRONT_MATTER = re.compile(r"\s*---[\r\n]+(.*?)[\r\n]+---(?:[\r\n]|$)", re.DOTALL)  # what the Hub takes for it
+TAKEN = ("license", "license_name", "license_link", "language")  # of the source's own card
+FENCE = re.compile(r"^ {0,3}(`{3,}|~{3,})(.*)$", re.MULTILINE)
 
 
 def source_metadata(checkpoint: Checkpoint) -> dict:
-    """The YAML front matter of the source's README.md; empty where there is none to read."""
-    path = checkpoint.folder / "README.md"
+    """License and languages, as the YAML front matter of the source's README.md has them; empty where it has none."""
+    path = checkpoint.folder / CARD
     if not path.is_file():
         return {}
     try:
         found = FRONT_MATTER.match(read_whole(path, MAX_CARD_BYTES).decode("utf-8"))
         meta = yaml.safe_load(found[1]) if found else None
-    except (SourceError, ValueError, yaml.YAMLError, RecursionError):
+        known = {k: meta[k] for k in TAKEN if k in meta} if isinstance(meta, dict) else {}
+        as_json(known)
+    except (SourceError, ValueError, TypeError, yaml.YAMLError, RecursionError):
         return {}
-    return meta if isinstance(meta, dict) else {}
+    return known
 
 
-def make_card(plan: Plan, source: Source, checkpoint: Checkpoint, losses: Losses) -> str:
-    """The card's text. License and languages are the source's own; nothing is assumed."""
-    theirs = source_metadata(checkpoint)
-    meta = {k: theirs[k] for k in ("license", "license_name", "license_link", "language") if k in theirs}
+def read_extra(path: Path) -> str:
+    """A user's own text for the card.
+
+    Raises:
+        RecipeError: it can't be read, or would make the rest render wrong.
+    """
+    try:
+        text = read_whole(path, MAX_CARD_BYTES).decode("utf-8").strip()
+    except SourceError as e:
+        raise RecipeError(f"--card-extra: {e}") from None
+    except UnicodeDecodeError:
+        raise RecipeError(f"--card-extra {path}: not a text file in UTF-8") from None
+    if not text:
+        raise RecipeError(f"--card-extra {path}: is empty")
+    if FRONT_MATTER.match(text):
+        raise RecipeError(f"--card-extra {path}: begins with front matter (---); the card has its own: leave it out")
+    if not _closes_fences(text):
+        raise RecipeError(f"--card-extra {path}: a code fence is not closed, and would swallow the rest of the card")
+    return text
+
+
+def _closes_fences(text: str) -> bool:
+    opened = ""
+    for mark, after in FENCE.findall(text):
+        if not opened:
+            opened = mark
+        elif mark[0] == opened[0] and len(mark) >= len(opened) and not after.strip():
+            opened = ""
+    return not opened
+
+
+def make_card(made: dict, families: list[dict], evidence: dict) -> str:
+    """The card's text.
+
+    Args:
+        made: motif-convert.json, with `card`: the source's license and languages, `extra` and `repo`; nothing is
+            assumed of what is not there.
+        families: see `Plan.families` and `inspect_repo`.
+        evidence: validation.json; empty where nothing was measured yet.
+    """
+    source, recipe, card = made["source"], made["recipe"], made["card"]
+    on_the_hub = "/" in source["id"]
+    meta = {k: card[k] for k in TAKEN if k in card}
     meta |= {"library_name": "mlx", "pipeline_tag": "text-generation", "tags": ["mlx", "motif"]}
-    if "/" in source.id:
-        meta |= {"base_model": source.id, "base_model_relation": "quantized"}
+    if on_the_hub:
+        meta |= {"base_model": source["id"], "base_model_relation": "quantized"}
     front = yaml.safe_dump(meta, sort_keys=False, allow_unicode=True)
-    name = f"{source.name} {plan.recipe.name}"
-    made_from = f"[{source.id}](https://huggingface.co/{source.id})" if "/" in source.id else f"`{source.id}`"
-    revision = f" at `{source.revision}`" if source.revision else ""
-    license_line = (
-        ""
-        if "license" in theirs
-        else "\nThe source states no license in its card; ask its authors before you publish.\n"
-    )
-    experts = f"\n{experts_sentence(plan, losses)}\n" if plan.nvfp4 else ""
-    return f"""---
-{front}---
-
-# {name} for MLX
-
-Made from {made_from}{revision} by `motif-convert` with the recipe `{plan.recipe.name}`:
-{plan.total_parameters:,} parameters in {plan.total_bytes:,} bytes, {plan.bits_per_weight:.3f} bits per weight.
-`motif-convert.json` holds the recipe, the source's hashes and the hash of every file here.
-{license_line}
-## Use
+    made_from = f"[{source['id']}](https://huggingface.co/{source['id']})" if on_the_hub else plain(source["id"])
+    revision = f" at commit `{source['revision']}`" if source["revision"] else ""
+    parts = [
+        f"---\n{front}---",
+        f"# {plain(source['id'].rsplit('/', 1)[-1])} {recipe['name']} for MLX",
+        f"Made from {made_from}{revision} by `motif-convert` {made['converter']['version']} with the recipe "
+        f"`{recipe['name']}`:\n{made['total_parameters']:,} parameters in {made['total_bytes']:,} bytes, "
+        f"{made['bits_per_weight']:.3f} bits per weight.",
+    ]
+    if "license" not in card:
+        parts.append("The source states no license in its card; ask its authors before you publish.")
+    if card.get("extra"):
+        parts.append(card["extra"])
+    parts += [
+        f"""## Use
 
 ```sh
 pip install mlx-lm
-mlx_lm.generate --model <this repository> --trust-remote-code --prompt "Hello"
+mlx_lm.generate --model {card["repo"] or card["name"]} --trust-remote-code --prompt "Hello" --max-tokens 200
 ```
 
 mlx-lm does not know Motif-3 itself: it takes the architecture from `motif.py` in this repository, and
-`--trust-remote-code` allows that. The file needs nothing but mlx and mlx-lm; read it first.
+`--trust-remote-code` allows that. The file needs nothing but mlx and mlx-lm; read it first.""",
+        f"## MTP head\n\n{mtp_sentence(made)}",
+        f"## Precision\n\n{markdown_table(families_table(families))}",
+    ]
+    if made["experts"]["from"].startswith("NVFP4"):
+        parts.append(experts_sentence(made))
+    parts += [_how_it_was_made(made), evidence_section(evidence)]
+    return "\n\n".join(parts) + "\n"
 
-## MTP head
 
-{mtp_sentence(plan, losses)}
+def _how_it_was_made(made: dict) -> str:
+    source, recipe = made["source"], made["recipe"]
+    text, name = recipe_yaml(recipe), recipe["name"]
+    ships = name in built_in() and load_recipe(name).as_dict() == recipe
+    words = ["motif-convert", "convert", "--source", "demo" if source["id"] == DEMO_ID else source["id"]]
+    words += ["--revision", source["revision"]] if source["revision"] else []
+    words += ["--recipe", name if ships else f"{name}.yaml"]
+    words += ["--mtp", made["mtp"]["policy"]] if made["mtp"]["policy"] not in ("none", recipe["mtp"]) else []
+    words += ["--experts", "affine"] if made["experts"]["requantize"] else []
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+    return f"""## How it was made
 
-## Precision
+```sh
+{shlex.join(words)}
+```
 
-{markdown_table(family_rows(plan))}
-{experts}
-## Evidence
+with the recipe {f"`{name}`, which ships with motif-convert" if ships else f"in `{name}.yaml`"}:
 
-![Error by layer and family, acceptance of the drafts, size by family](validation.png)
+{fence}yaml
+{text.rstrip()}
+{fence}
 
-`motif-convert verify` compares every group of every tensor with the source; `motif-convert smoke` counts the drafts
-that the body confirms. [validation.json](validation.json) has what they found.
-"""
+The same version makes the same bytes of it. `motif-convert.json` holds the recipe, the hashes of the source and the
+hash of every file here."""
+
+
+def renewed(out: Path, evidence: dict, repo: str | None = None) -> dict[str, bytes]:
+    """README.md as it now should be, and motif-convert.json with its hash.
+
+    Args:
+        evidence: validation.json.
+        repo: where the build is published; None for where it was said to be before.
+    Raises:
+        SourceError: not a build that can be read.
+    """
+    made, _ = read_json(out / PROVENANCE)
+    try:
+        made["card"] = made["card"] | ({"repo": repo} if repo else {})
+        card = make_card(made, inspect_repo(out)["families"], evidence).encode()
+        made["files"] = made["files"] | {CARD: Written.of(card).as_dict()}
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise SourceError(f"{out}: {PROVENANCE} or validation.json is not what motif-convert writes") from None
+    return {CARD: card, PROVENANCE: as_json(made)}
+
+
+def renew_card(out: Path) -> bool:
+    """Writes the card with all the evidence there is, unless it was changed by hand; returns whether it was not.
+
+    Raises:
+        SourceError, OutputError.
+    """
+    files, path = renewed(out, evidence_of(out)), out / CARD
+    killed_between = path.is_file() and path.read_bytes() == files[CARD]
+    if not killed_between and not is_as_written(out):
+        return False
+    write_card(out, files)
+    return True
+
+
+def write_card(out: Path, files: dict[str, bytes]) -> None:
+    """Writes what `renewed` gives, where it is not so already. Raises OutputError."""
+    for name, data in files.items():
+        if not (out / name).is_file() or (out / name).read_bytes() != data:
+            write_file(out / name, data)
+
+
+def replace_card(out: Path, extra: str | None) -> bool:
+    """Writes the card anew, whatever became of it; one that was changed by hand is kept beside it.
+
+    Args:
+        extra: a user's own text in place of what was there; None keeps that.
+    Returns:
+        Whether a card is kept as BEFORE.
+    Raises:
+        SourceError, OutputError.
+    """
+    by_hand = not renew_card(out) and (out / CARD).is_file()
+    if by_hand:
+        write_file(out / BEFORE, (out / CARD).read_bytes())
+    if extra is not None:
+        note(out, "extra", extra)
+    write_card(out, renewed(out, evidence_of(out)))
+    return by_hand
+
+
+def note(out: Path, key: str, value: str) -> None:
+    """Puts a fact for the card into motif-convert.json: before the card has it, so that it can be made again.
+
+    Raises:
+        SourceError, OutputError.
+    """
+    made, _ = read_json(out / PROVENANCE)
+    made["card"] = made["card"] | {key: value}
+    write_file(out / PROVENANCE, as_json(made))
+
+
+def is_as_written(out: Path) -> bool:
+    """Whether the card is the one that motif-convert.json records. Raises SourceError."""
+    path, recorded = out / CARD, read_provenance(out).files.get(CARD)
+    return path.is_file() and Written.of(path.read_bytes()) == recorded

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from .options import Finite, build_options, given, hub_options, out_option, workers_option
+from .options import Finite, build_options, card_extra_option, given, hub_options, out_option, workers_option
 from .steps import (
     NOT_ON_THE_HUB,
     convert_source,
@@ -24,6 +24,7 @@ from .steps import (
     verified_before,
     verify_build,
     verify_streamed,
+    write_card,
 )
 
 
@@ -36,6 +37,7 @@ class Group(click.Group):
 @build_options
 @out_option
 @workers_option
+@card_extra_option
 @click.option("--prompt", help="Text that the finished build continues.")
 @click.option("--max-tokens", type=click.IntRange(1), default=64, show_default=True, help="Tokens of that text.")
 @click.option("--no-verify", is_flag=True, help="Leave out the check of every group against the source.")
@@ -113,6 +115,7 @@ def plan(source, revision, stream, bits, recipe, mtp, keep_mtp_fp16, experts, as
 @build_options
 @out_option
 @workers_option
+@card_extra_option
 def convert(**build):
     """Write the MLX repository, or go on with an interrupted run."""
     convert_source(**build)
@@ -191,6 +194,19 @@ def smoke(ctx, folder, as_json, **options):
         click.echo(heads_text(evidence["heads"]))
     if not result["passed"]:
         ctx.exit(1)
+
+
+@cli.command()
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@card_extra_option
+def card(folder, card_extra):
+    """Write README.md anew, the model card, with the evidence as it is now."""
+    from ..validate.provenance import check_is_build
+    from .card import read_extra
+
+    check_is_build(folder)
+    write_card(folder, read_extra(card_extra) if card_extra else None)
+    say(f"Written: {folder / 'README.md'}")
 
 
 @cli.command()

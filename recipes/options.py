@@ -75,6 +75,10 @@ out_option = click.option(
 )
 
 
+card_extra_option = click.option(
+    "--card-extra", type=click.Path(path_type=Path), metavar="FILE", help="Text of your own for the model card."
+)
+
 workers_option = click.option(
     "--workers", type=click.IntRange(1, 256), help="Threads; the bytes do not depend on it.  [default: one a processor]"
 )

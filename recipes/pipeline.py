@@ -9,19 +9,18 @@ from pathlib import Path
 from ..convert.checkpoint import Checkpoint, open_checkpoint, read_json
 from ..convert.hub import Source
 from ..convert.journal import sole_run
-from ..convert.losses import Losses
 from ..convert.plan import Plan
 from ..convert.planner import make_plan
 from ..convert.repo import PROVENANCE, write_repo
 from ..convert.sources import find_source, shard_reader, source_name
 from ..convert.supply import AtHand, Downloads, shard_needs
 from ..quantize.errors import RecipeError, SourceError
-from ..quantize.policy import MTP_POLICIES
+from ..quantize.policy import MTP_POLICIES, Recipe
 from ..validate.comparisons import Comparisons
 from ..validate.provenance import check_is_build, read_provenance
 from ..validate.verification import Verification
 from ..validate.verify import verify_repo, what_it_should_be
-from .card import make_card
+from .card import DEMO_ID, make_card, source_metadata
 from .recipe import load_recipe
 
 DEMO = "demo"
@@ -95,15 +94,17 @@ def source_of(folder: Path) -> tuple[str, str | None]:
 
 def _demo() -> Source:
     with as_file(files(__package__) / "demo-motif3") as folder:
-        return Source("demo-motif3", None, Path(folder))
+        return Source(DEMO_ID, None, Path(folder))
 
 
 def default_out(source: str, recipe: str, mtp: str | None) -> Path:
     """`<source>-mlx-<recipe>`, with the MTP policy where it is not the recipe's own."""
-    name = _demo().name if source == DEMO else source_name(source)
-    rules = load_recipe(recipe)
-    suffix = f"-mtp-{mtp}" if mtp not in (None, rules.mtp) else ""
-    return Path(f"{name}-mlx-{rules.name}{suffix}")
+    return Path(_build_name(_demo().name if source == DEMO else source_name(source), load_recipe(recipe), mtp))
+
+
+def _build_name(source: str, recipe: Recipe, mtp: str | None) -> str:
+    suffix = f"-mtp-{mtp}" if mtp not in (None, "none", recipe.mtp) else ""
+    return f"{source}-mlx-{recipe.name}{suffix}"
 
 
 def convert(
@@ -114,7 +115,8 @@ def convert(
     stream: bool = False,
     downloaded: Callable[[int, str], None] = lambda count, name: None,
     compared: Callable[[int], None] | None = None,
-) -> Losses:
+    extra: str | None = None,
+) -> dict:
     """Writes the MLX repository; see `write_repo`.
 
     Args:
@@ -122,8 +124,10 @@ def convert(
         downloaded: called with bytes that arrived from the Hub, and a shard's name once it is whole.
         compared: called with bytes that were compared, if each shard is to be compared with the source as soon as it
             is written; see `verify_streamed`, which then needs no download. None: not now.
+        extra: a user's own text for the card.
     """
     into = out / STREAMED if stream else None
+    name = _build_name(job.source.name, job.plan.recipe, job.plan.mtp)
     supply = Downloads(job.source, downloaded, into) if job.source.files else AtHand()
     with job.checkpoint as checkpoint, closing(supply):
         checkpoint.shard_folder = into or checkpoint.folder
@@ -133,7 +137,8 @@ def convert(
             checkpoint,
             job.source,
             out,
-            lambda losses: make_card(job.plan, job.source, checkpoint, losses),
+            lambda made: make_card(made, job.plan.families(), {}),
+            source_metadata(checkpoint) | {"name": name, "extra": extra, "repo": None},
             progress,
             workers,
             supply,

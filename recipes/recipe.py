@@ -155,3 +155,11 @@ def _scalar(node: yaml.Node, file: str, key: str) -> str:
 
 def _error(file: str, node: yaml.Node, text: str) -> RecipeError:
     return RecipeError(f"recipe {file}, line {node.start_mark.line + 1}: {text}")
+
+
+def recipe_yaml(recorded: dict) -> str:
+    """A recipe, as motif-convert.json records it, as a file that `parse_recipe` reads back as the same."""
+    names = {str(Float(dtype)): name for name, dtype in KEPT_DTYPES.items()}
+    rules = [rule | ({"dtype": names[rule["dtype"]]} if "dtype" in rule else {}) for rule in recorded["rules"]]
+    kept = {k: v for k, v in recorded.items() if v is not None}
+    return yaml.safe_dump(kept | {"rules": rules}, sort_keys=False, allow_unicode=True, width=100)

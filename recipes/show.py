@@ -1,6 +1,5 @@
 """What people read: tables and sentences about a plan and about a build."""
 
-from ..convert.losses import Losses
 from ..convert.plan import Plan
 
 HEADINGS = ("tensors", "parameters", "source", "output", "bits/weight", "precision")
@@ -56,58 +55,73 @@ def markdown_table(rows: list[tuple[str, ...]]) -> str:
     return "\n".join([head, rule, *body])
 
 
-def mtp_sentence(plan: Plan, losses: Losses) -> str:
-    """What became of the MTP head."""
-    match plan.mtp:
+def mtp_sentence(made: dict) -> str:
+    """What became of the MTP head, by motif-convert.json."""
+    mtp = made["mtp"]
+    match mtp["policy"]:
         case "none":
             return "The source has no MTP head; config.json says `num_nextn_predict_layers: 0`."
         case "drop":
             return (
-                f"The MTP head was left out on purpose ({len(plan.dropped)} tensors); "
+                f"The MTP head was left out on purpose ({len(mtp['dropped'])} tensors); "
                 "config.json says `num_nextn_predict_layers: 0`. This build can't draft."
             )
         case "8" | "4.5":
             return (
-                f"The MTP head is kept under `mtp.*`, its projections quantized to {plan.mtp} bits, its norms as in "
-                "the source. Measure its acceptance rate before you rely on it."
+                f"The MTP head is kept under `mtp.*`, its projections quantized to {mtp['policy']} bits, its norms as "
+                "in the source. Measure its acceptance rate before you rely on it."
             )
-    dtype = plan.config_keys()["mtp_dtype"]
-    casts = losses.casts
+    casts = mtp["casts"]
     if casts is None:
-        return f"The MTP head is kept under `mtp.*` with the source's own bits ({dtype})."
+        return f"The MTP head is kept under `mtp.*` with the source's own bits ({mtp['dtype']})."
     changed = (
         "every value exactly"
-        if not casts.changed
-        else f"{casts.changed:,} of {casts.values:,} values rounded, by at most {casts.max_change:.3g} ({casts.tensor})"
+        if not casts["changed"]
+        else f"{casts['changed']:,} of {casts['values']:,} values rounded, by at most {casts['max_change']:.3g} "
+        f"(`{casts['tensor']}`)"
     )
-    compute = plan.config_keys()["mtp_compute_dtype"]
-    return f"The MTP head is kept under `mtp.*` as {dtype}: {changed}. It computes in {compute}, as the body does."
+    return (
+        f"The MTP head is kept under `mtp.*` as {mtp['dtype']}: {changed}. It computes in {mtp['compute_dtype']}, as "
+        "the body does."
+    )
 
 
-def experts_sentence(plan: Plan, losses: Losses) -> str:
-    """Where the routed experts of an NVFP4 source went, and what that cost."""
-    text = f"Routed experts: from {plan.experts_from}."
-    if report := losses.requantized:
+def experts_sentence(made: dict) -> str:
+    """Where the routed experts of an NVFP4 source went, and what that cost, by motif-convert.json."""
+    experts = made["experts"]
+    text = f"Routed experts: from {experts['from']}."
+    if report := experts["requantized"]:
         text += (
-            f" That rounds twice: {100 * report.relative_rms:.2f} % relative rms error against the NVFP4 values, "
-            f"{100 * report.worst_rms:.2f} % at worst ({report.worst}), in a sample of {report.experts} matrices."
+            f" That rounds twice: {100 * report['relative_rms']:.2f} % relative rms error against the NVFP4 values, "
+            f"{100 * report['worst_rms']:.2f} % at worst (`{report['worst']}`), in a sample of {report['experts']} "
+            "matrices."
         )
     return text
 
 
-def build_text(found: dict) -> str:
-    """What `inspect_repo` found, as a page of text."""
-    rows = [("tensors", "parameters", "bytes", "bits/weight", "precision")]
-    rows += [
+def families_table(families: list[dict]) -> list[tuple[str, ...]]:
+    """The families of a build and their precisions, as rows."""
+    rows = [("weights", "parameters", "bytes", "bits/weight", "precision")]
+
+    def precisions(listed: list[str]) -> str:
+        """Quantized ones first, whatever comes first in the files."""
+        return "; ".join(sorted(listed, key=lambda p: (" " not in p, p)))
+
+    return rows + [
         (
             f["family"],
             f"{f['parameters']:,}",
             human_bytes(f["bytes"]),
-            f"{f['bits_per_weight']:.3f}",
-            "; ".join(f["precisions"]),
+            f"{8 * f['bytes'] / f['parameters']:.3f}",
+            precisions(f["precisions"]),
         )
-        for f in found["families"]
+        for f in families
     ]
+
+
+def build_text(found: dict) -> str:
+    """What `inspect_repo` found, as a page of text."""
+    rows = families_table(found["families"])
     total = (f"{found['total_parameters']:,}", human_bytes(found["total_bytes"]), f"{found['bits_per_weight']:.3f}")
     rows.append(("total", *total, f"{found['shards']} shard{'s' if found['shards'] > 1 else ''}"))
     head, made = found["mtp"], found["provenance"]
@@ -132,7 +146,8 @@ def build_text(found: dict) -> str:
     return "\n".join(lines)
 
 
-def _percent(share: float | None) -> str:
+def percent(share: float | None) -> str:
+    """A share with one decimal, or a dash."""
     return "-" if share is None else f"{100 * share:.1f} %"
 
 
@@ -155,7 +170,7 @@ def verification_text(found) -> str:
     lines += [f"DIFFERS: {o}" for o in found.offenders[:20]]
     if found.offenders_total > 20:
         lines.append(f"and {found.offenders_total - 20} more tensors or experts that differ")
-    share = "every weight" if found.sampled == 1 else f"{_percent(found.sampled)} of the weights"
+    share = "every weight" if found.sampled == 1 else f"{percent(found.sampled)} of the weights"
     word = ("Verified" if found.sampled == 1 else "Nothing found in a sample") if found.passed else "NOT verified"
     lines.append(f"{word}: {share} compared, {found.hashed} files hashed.")
     return "\n".join(lines)
@@ -166,8 +181,9 @@ def smoke_text(result: dict) -> str:
     rows = [("prompt", "drafted", "accepted", "acceptance", "95 % interval", "tokens/step", "4-grams", "lossless")]
     for kind in ("greedy", "sampled"):
         for p in result["prompts"]:
-            rows.append(_draft_row(f"{p['name']} ({kind})", p[kind], p if kind == "greedy" else None))
-        rows.append(_draft_row(f"all ({kind})", result[kind], None))
+            lossless = p["lossless"] if kind == "greedy" else None
+            rows.append(draft_row(f"{p['name']} ({kind})", p[kind]) + _text_cells(p[kind], lossless))
+        rows.append(draft_row(f"all ({kind})", result[kind]) + _text_cells(result[kind], None))
     forced, speed, greedy = result["forced"], result["speed"], result["greedy"]
     lines = [
         text_table(rows),
@@ -175,7 +191,7 @@ def smoke_text(result: dict) -> str:
         f"Device: {result['device']}, {result['dtype']}, {result['drafts']} draft(s) a step, "
         f"temperature {result['temperature']}",
         f"Acceptance is accepted / drafted = {greedy['accepted']} / {greedy['drafted']} = "
-        f"{_percent(greedy['acceptance'])}; of the emitted tokens {_percent(greedy['draft_share'])} were drafts, "
+        f"{percent(greedy['acceptance'])}; of the emitted tokens {percent(greedy['draft_share'])} were drafts, "
         "which is another number.",
         f"Teacher-forced: agreement {forced['agreement']:.4f}, expected acceptance {forced['expected_acceptance']:.4f} "
         f"over {forced['positions']:,} positions",
@@ -190,21 +206,27 @@ def smoke_text(result: dict) -> str:
     return "\n".join(lines)
 
 
-def _draft_row(name: str, rates: dict, lossless: dict | None) -> tuple[str, ...]:
+def draft_row(name: str, rates: dict) -> tuple[str, ...]:
+    """Drafted, accepted, acceptance, its interval, tokens a step."""
     if not rates["drafted"]:
-        return (name, "0", "0", "-", "-", "-", "-", "-")
+        return (name, "0", "0", "-", "-", "-")
     low, high = rates["interval"]
-    text = rates.get("text", {}).get("distinct_4grams")
     return (
         name,
         str(rates["drafted"]),
         str(rates["accepted"]),
-        _percent(rates["acceptance"]),
+        percent(rates["acceptance"]),
         f"{100 * low:.0f} to {100 * high:.0f} %",
         f"{rates['tokens_per_step']:.2f}",
-        _percent(text),
-        "-" if lossless is None else ("yes" if lossless["lossless"] else "NO"),
     )
+
+
+def _text_cells(rates: dict, lossless: bool | None) -> tuple[str, str]:
+    if not rates["drafted"]:
+        return "-", "-"
+    return percent(
+        rates.get("text", {}).get("distinct_4grams")
+    ), "-" if lossless is None else "yes" if lossless else "NO"
 
 
 def heads_text(rows: list[dict]) -> str:
@@ -217,7 +239,7 @@ def heads_text(rows: list[dict]) -> str:
             (
                 r["policy"],
                 human_bytes(r["bytes"]),
-                _percent(r["acceptance"]),
+                percent(r["acceptance"]),
                 f"{100 * low:.0f} to {100 * high:.0f} %",
                 f"{r['forced']['agreement']:.4f}",
                 f"{r['forced']['expected_acceptance']:.4f}",
@@ -247,7 +269,7 @@ def evidence_rows(found: dict, evidence: dict) -> list[tuple[str, str]]:
         worst = [f["worst_steps"] for f in verified["families"] if f["worst_steps"] is not None]
         state = "equal the source's, group by group" if verified["passed"] else "DIFFER"
         rows += [
-            ("contents", f"{state} ({_percent(verified['sampled'])} compared)"),
+            ("contents", f"{state} ({percent(verified['sampled'])} compared)"),
             ("problems", str(len(verified["problems"]) + verified["offenders_total"])),
             ("worst rounding", f"{max(worst):.3f} steps" if worst else "none"),
         ]
@@ -257,7 +279,7 @@ def evidence_rows(found: dict, evidence: dict) -> list[tuple[str, str]]:
         greedy, speed = smoked["greedy"], smoked["speed"]
         low, high = greedy["interval"]
         rows += [
-            ("acceptance", f"{_percent(greedy['acceptance'])} per draft ({100 * low:.0f} to {100 * high:.0f} %)"),
+            ("acceptance", f"{percent(greedy['acceptance'])} per draft ({100 * low:.0f} to {100 * high:.0f} %)"),
             ("lossless", "yes" if smoked["lossless"] else "NO"),
             ("speed-up", f"{speed['speed_up']:.2f} times on {smoked['device']}"),
         ]

@@ -10,18 +10,19 @@ NOT_ON_THE_HUB = "--stream is for a source on the Hub; this one is on this machi
 
 
 def convert_source(
-    source, revision, stream, bits, recipe, mtp, keep_mtp_fp16, experts, out, workers, compare: bool = False
+    source, revision, stream, bits, recipe, mtp, keep_mtp_fp16, experts, out, workers, card_extra, compare: bool = False
 ):
     """Converts, or finds that this is done; with `compare`, each shard is compared with the source on the way."""
     from ..convert.journal import check_unused
     from ..convert.repo import check_is_build_of, is_finished
     from ..convert.stream import left_to_mlx
-    from . import pipeline
+    from . import card, pipeline
     from .disk import check_space, download_of
     from .progress import Progress
     from .show import experts_sentence, human_bytes, mtp_sentence
 
     recipe, mtp = recipe_of(bits, recipe), mtp_of(mtp, keep_mtp_fp16)
+    extra = card.read_extra(card_extra) if card_extra else None
     out = pipeline.default_out(source, recipe, mtp) if out is None else out
     finished = is_finished(out)
     if not finished:
@@ -32,6 +33,8 @@ def convert_source(
     if finished:
         check_is_build_of(out, job.plan)
         say(f"Complete already: {out}")
+        if extra:
+            write_card(out, extra)
         return job, out
     show_plan(job, out, stream, say)
     check_space(job, out, stream)
@@ -42,7 +45,7 @@ def convert_source(
     compared = Progress(job.source_bytes, "verify") if compare else None
     progress = Progress(job.source_bytes, "convert")
     try:
-        losses = pipeline.convert(
+        made = pipeline.convert(
             job,
             out,
             progress,
@@ -50,6 +53,7 @@ def convert_source(
             stream,
             downloaded or (lambda count, name: None),
             (lambda count: compared(count, "verify")) if compared else None,
+            extra,
         )
     except KeyboardInterrupt:
         say(f"Interrupted. Run the same command again (--out {out}) to go on.")
@@ -58,9 +62,9 @@ def convert_source(
         for bar in (progress, downloaded, compared):
             if bar:
                 bar.close()
-    say(mtp_sentence(job.plan, losses))
-    if losses.requantized:
-        say(experts_sentence(job.plan, losses))
+    say(mtp_sentence(made))
+    if made["experts"]["requantized"]:
+        say(experts_sentence(made))
     say(f"Written: {out}")
     return job, out
 
@@ -95,6 +99,30 @@ def generate_text(out: Path, prompt: str, max_tokens: int) -> None:
     click.echo()
 
 
+def write_card(out: Path, extra: str | None) -> None:
+    """Writes the card anew."""
+    from .card import BEFORE, CARD, replace_card
+
+    if replace_card(out, extra):
+        say(f"{CARD} had been changed by hand; that one is kept as {BEFORE}.")
+
+
+def renew_card(out: Path, quiet: bool = False) -> None:
+    """Puts all the evidence there is into the card, or ends what a kill has left half done of that."""
+    from ..quantize.errors import MotifConvertError
+    from .card import CARD
+    from .card import renew_card as renew
+
+    try:
+        done = renew(out)
+    except MotifConvertError as e:
+        if not quiet:
+            say(f"{CARD} is left as it is: {e}")
+        return
+    if not done and not quiet:
+        say(f"{CARD} was changed by hand and is left as it is; `motif-convert card {out}` writes it anew.")
+
+
 def fetch(source, checkpoint) -> None:
     """Brings what a Hub source lacks here."""
     from .pipeline import fetch_shards
@@ -114,6 +142,7 @@ def verify_build(folder: Path, checkpoint, sample: float | None, workers: int | 
     from .progress import Progress
     from .show import verification_text
 
+    renew_card(folder, quiet=True)
     progress = Progress(sum(t.nbytes for t in checkpoint.tensors.values()), "verify")
     try:
         found = verify_repo(folder, checkpoint, sample, workers, lambda n: progress(n, "verify"))
@@ -132,6 +161,7 @@ def verify_streamed(folder: Path, source, checkpoint, workers: int | None, quiet
     from .progress import Progress
     from .show import verification_text
 
+    renew_card(folder, quiet=True)
     job = pipeline.job_of_build(folder, source, checkpoint)
     if job is None:
         found = verify_repo(folder, checkpoint)  # says why, and compares nothing
@@ -161,6 +191,7 @@ def verified_before(folder: Path) -> bool:
     from ..validate.ready import check_hashes, check_structure
     from .progress import Progress
 
+    renew_card(folder, quiet=True)
     if not is_verified(folder) or check_structure(folder)[1]:
         return False
     provenance = read_provenance(folder)
@@ -185,6 +216,7 @@ def record_verification(folder: Path, result: dict, passed: bool) -> dict | None
 
     try:
         evidence = record(folder, "verify", result)
+        renew_card(folder)
         forget(folder)
         if evidence["verify"] != result:
             say("validation.json keeps the whole verification of before; this one does not renew it.")
@@ -201,6 +233,7 @@ def smoke_build(folder: Path, minimum: float | None, quiet: bool = False, **opti
     from .show import smoke_text
 
     evidence = run(folder, minimum, say, **options)
+    renew_card(folder)
     if not quiet:
         click.echo(smoke_text(evidence["smoke"]))
     return evidence

@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -14,11 +14,12 @@ from ..convert.patience import keep_quiet
 from ..convert.publish import Push, differences, earlier_files, hash_files, plan_push, remote_files
 from ..convert.push import Pushed, push
 from ..convert.repo import PROVENANCE
-from ..convert.shards import write_file
-from ..quantize.errors import quoted
-from ..validate.evidence import EVIDENCE, PICTURE, forced, lacking
-from ..validate.provenance import Provenance
+from ..convert.shards import as_json, write_file
+from ..quantize.errors import SourceError, quoted
+from ..validate.evidence import EVIDENCE, PICTURE, evidence_of, lacking
+from ..validate.provenance import Provenance, check_is_build
 from ..validate.ready import check_hashes, check_structure, files_of
+from .card import CARD, is_as_written, note, renew_card, renewed
 from .progress import Progress
 from .show import human_bytes, text_table
 
@@ -66,18 +67,30 @@ def upload(folder: Path, target: Target, force: bool, dry_run: bool, say: Say, s
     Raises:
         SourceError: not a build. OutputError: refused, or not to be reached.
     """
+    check_is_build(folder)
+    if not dry_run:
+        with suppress(SourceError):  # of which check_structure has more to say
+            renew_card(folder)
     provenance, wrong = check_structure(folder)
+    if not wrong and not is_as_written(folder):
+        wrong = [f"{CARD}: changed by hand; `motif-convert card DIR --card-extra FILE` writes it with text of your own"]
     if wrong:
         return Upload(None, None, wrong, [])
     weak = lacking(folder)
-    contents = {EVIDENCE: forced(folder)} if weak and force else {}
+    evidence = evidence_of(folder)
+    contents = {}
+    if weak and force:
+        evidence["forced"] = "; ".join(weak)
+        contents[EVIDENCE] = as_json(evidence)
+    contents |= renewed(folder, evidence, target.repo)
     names = list(dict.fromkeys([*files_of(folder, provenance), *contents]))
     progress = Progress(sum((folder / n).stat().st_size for n in names if n not in contents), "check")
     try:
         files = hash_files(folder, names, contents, progress)
     finally:
         progress.close()
-    if wrong := check_hashes(provenance, {f.path: f.sha256 for f in files}):
+    found = {f.path: f.sha256 for f in files}
+    if wrong := check_hashes(provenance, found | {CARD: provenance.files[CARD].sha256}):
         return Upload(None, None, wrong, [])
     remote = remote_files(target, target.head, say)
     earlier = earlier_files(target, remote, say)
@@ -89,6 +102,7 @@ def upload(folder: Path, target: Target, force: bool, dry_run: bool, say: Say, s
         return Upload(plan, None, weak, [])
     if dry_run:
         return Upload(plan, None, [], weak)
+    note(folder, "repo", target.repo)
     for name, data in contents.items():
         write_file(folder / name, data)
     pushed = _push(plan, provenance, weak, say)

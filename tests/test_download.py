@@ -380,7 +380,7 @@ def test_a_streamed_run_is_killed_and_compares_what_it_has_not(streamed, ten, tm
 
 
 def test_verify_streamed_finds_what_differs(streamed, ten, tmp_path):
-    command, server = streamed
+    command, _ = streamed
     assert ended(command("convert", "--source", "acme/ten", "--out", "out", "--stream"))[0] == 0
     shard = sorted((tmp_path / "out").glob("model-*.safetensors"))[1]
     data = bytearray(shard.read_bytes())

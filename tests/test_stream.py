@@ -257,7 +257,7 @@ def sharded_job():
 
 
 def run(job, out: Path, progress=lambda count, shard: None) -> None:
-    write_repo(job.plan, job.checkpoint, job.source, out, lambda casts: "card", progress)
+    write_repo(job.plan, job.checkpoint, job.source, out, lambda made: "card", {}, progress)
 
 
 @pytest.fixture(scope="module")
@@ -306,7 +306,7 @@ def test_what_is_read_back_wrong_is_written_again(sharded_job, sharded, tmp_path
     def write(inspection: type[Comparisons]) -> None:
         looks = inspection(out, job.plan, job.checkpoint)
         write_repo(
-            job.plan, job.checkpoint, job.source, out, lambda casts: "card", lambda n, name: None, inspection=looks
+            job.plan, job.checkpoint, job.source, out, lambda made: "card", {}, lambda n, name: None, inspection=looks
         )
 
     with pytest.raises(CheckError, match=r"model-00003.*read back.*expected.*run the same command again"):

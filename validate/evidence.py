@@ -33,11 +33,11 @@ def record(out: Path, part: str, result: object) -> dict:
     Raises:
         SourceError: `out` is not a build. OutputError: it can't be written.
     """
-    evidence = _evidence_of(out)
+    evidence = evidence_of(out)
     whole = _verified_whole(evidence["verify"])
     if not (part == "verify" and whole and _says_nothing_new(result)):
         evidence[part] = result
-    evidence["passed"] = not what_lacks(evidence)
+    evidence |= {"passed": not what_lacks(evidence), "forced": None}
     write_file(out / EVIDENCE, as_json(evidence))
     draw(out, evidence)
     return evidence
@@ -50,18 +50,12 @@ def lacking(out: Path) -> list[str]:
     plan_hash, old = read_json(out / PROVENANCE)[0].get("plan_hash"), read_evidence(out)
     if old.get("format") == FORMAT and old.get("plan_hash") != plan_hash:
         return [f"verify not run: {EVIDENCE} is of another build"]
-    return what_lacks(_evidence_of(out))
+    return what_lacks(evidence_of(out))
 
 
 def is_verified(out: Path) -> bool:
     """Whether all of this very build was compared with its source, and equal. Raises SourceError: not a build."""
-    return _verified_whole(_evidence_of(out)["verify"])
-
-
-def forced(out: Path) -> bytes:
-    """validation.json for a build that is published though it has not passed. Raises SourceError."""
-    evidence = _evidence_of(out)
-    return as_json(evidence | {"forced": "; ".join(what_lacks(evidence))})
+    return _verified_whole(evidence_of(out)["verify"])
 
 
 def what_lacks(evidence: dict) -> list[str]:
@@ -81,13 +75,18 @@ def what_lacks(evidence: dict) -> list[str]:
     return lines
 
 
-def _evidence_of(out: Path) -> dict:
-    """What was recorded of this very plan, in full."""
+def evidence_of(out: Path) -> dict:
+    """What was recorded of this very plan, in full; null where nothing was, or nothing that can be read.
+
+    Raises:
+        SourceError: `out` is not a build.
+    """
     plan_hash = read_json(out / PROVENANCE)[0].get("plan_hash")
     evidence = {"format": FORMAT, "plan_hash": plan_hash, **dict.fromkeys(PARTS), "passed": False, "forced": None}
     old = read_evidence(out)
     if old.get("format") == FORMAT and old.get("plan_hash") == plan_hash:
         evidence |= {k: old.get(k) if _has_shape(k, old.get(k)) else None for k in PARTS}
+        evidence["forced"] = old.get("forced")
     return evidence
 
 

@@ -121,6 +121,7 @@ def planned(provenance: Provenance, checkpoint: Checkpoint) -> tuple[Plan | None
     claims = (
         ("plan_hash", made.get("plan_hash"), plan.plan_hash),
         ("mtp.policy", made["mtp"]["policy"], plan.mtp),
+        ("mtp.dtype", made["mtp"].get("dtype"), plan.config_keys().get("mtp_dtype")),
         ("mtp.dropped", made["mtp"].get("dropped"), [name for name, _ in plan.dropped]),
         ("experts.from", made["experts"].get("from"), plan.experts_from),
         ("total_bytes", made.get("total_bytes"), plan.total_bytes),

@@ -146,7 +146,6 @@ def smoke(
     Raises:
         OutputError: the build has no MTP head, or nothing was drafted.
     """
-    import mlx.core as mx
 
     from .decode import decode
     from .forced import forced_acceptance, forced_positions
@@ -184,7 +183,7 @@ def smoke(
         failures.append(f"acceptance {greedy['acceptance']:.3f} is below {min_acceptance}")
     return {
         "format": SCHEMA,
-        "device": str(mx.default_device()),
+        "device": _device(),
         "dtype": str(model.model.norm.weight.dtype).removeprefix("mlx.core."),
         "drafts": drafts,
         "temperature": temperature,
@@ -201,6 +200,13 @@ def smoke(
         "failures": failures,
         "passed": not failures,
     }
+
+
+def _device() -> str:
+    """Its name, and which kind of mlx's devices it is."""
+    import mlx.core as mx
+
+    return f"{mx.device_info()['device_name']} ({str(mx.default_device().type).rpartition('.')[2]})"
 
 
 def _prompt_row(model, prompt: Prompt, ids: list[int], made: dict, stop: frozenset[int]) -> dict:

@@ -1,0 +1,106 @@
+"""The evidence of a build as a section of its card, with what each number means."""
+
+import re
+
+from .show import draft_row, markdown_table, percent
+
+SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~$])")
+
+
+def plain(text: object) -> str:
+    """Foreign text as Markdown that renders as that text, on one line."""
+    return SPECIAL.sub(r"\\\1", " ".join(str(text).split()))
+
+
+def evidence_section(evidence: dict) -> str:
+    """`## Evidence`, from validation.json; it says of what is missing that it is."""
+    verified, smoked, heads = (evidence.get(k) for k in ("verify", "smoke", "heads"))
+    parts = ["## Evidence"]
+    if evidence.get("forced"):
+        parts.append(f"**Published with `--force`, though it had not passed:** {plain(evidence['forced'])}.")
+    parts += _verification(verified) if verified else ["Not verified: its weights were not compared with the source."]
+    parts += _drafting(smoked) if smoked else ["The drafts of the MTP head were not measured."]
+    if heads:
+        parts += _heads(heads)
+    if verified or smoked:
+        parts.append(
+            "![Error by layer and family, acceptance of the drafts, size by family](validation.png)\n\n"
+            "[validation.json](validation.json) has all of it."
+        )
+    return "\n\n".join(parts)
+
+
+def _verification(found: dict) -> list[str]:
+    compared = sum(f["compared"] for f in found["families"])
+    groups = sum(f["groups"] for f in found["families"])
+    if not found["passed"]:
+        counts = f"{len(found['problems'])} problems, {found['offenders_total']} tensors or experts that differ"
+        lead = f"**The verification failed**: {counts}."
+    elif found["sampled"] == 1:
+        lead = (
+            f"Every weight was compared with what the source gives, by a computation of its own, bit for bit: "
+            f"{compared:,} weights in {groups:,} groups, of which none differs."
+        )
+    else:
+        lead = f"Of the weights {percent(found['sampled'])} were compared with what the source gives: none differs."
+    rows = [("weights", "compared", "groups differ", "worst step", "SNR", "precision")]
+    rows += [
+        (
+            f["family"],
+            f"{f['compared']:,}",
+            f"{f['differing']:,}",
+            "-" if f["worst_steps"] is None else f"{f['worst_steps']:.3f}",
+            "-" if f["snr_db"] is None else f"{f['snr_db']:.1f} dB",
+            "; ".join(f["precisions"]),
+        )
+        for f in found["families"]
+    ]
+    meaning = (
+        "Worst step is the largest error of a decoded weight, in steps of its group's scale; SNR is the power of the "
+        "weights over that of their errors, where something was rounded."
+    )
+    return [lead, markdown_table(rows), meaning]
+
+
+def _drafting(smoked: dict) -> list[str]:
+    speed, forced = smoked["speed"], smoked["forced"]
+    drafts = "one draft" if smoked["drafts"] == 1 else f"{smoked['drafts']} chained drafts"
+    lead = (
+        f"The MTP head proposes {drafts} a step, and the body confirms or rejects each. Acceptance is accepted drafts "
+        "over drafts made, with its 95 % Wilson interval. Greedy: a draft is accepted if it is the body's own most "
+        f"likely token. Sampled: by speculative sampling at temperature {smoked['temperature']:g}."
+    )
+    rows = [("prompt", "drafted", "accepted", "acceptance", "95 % interval", "tokens/step")]
+    for kind in ("greedy", "sampled"):
+        named = [(plain(p["name"]), p[kind]) for p in smoked["prompts"]] + [("all", smoked[kind])]
+        rows += [draft_row(f"{name} ({kind})", rates) for name, rates in named]
+    same = "the tokens of decoding without drafts" if smoked["lossless"] else "**not** the tokens without drafts"
+    lines = [
+        f"- With drafts it writes {same}.",
+        f"- Over {forced['positions']:,} tokens of given text, the head's most likely token is the body's at "
+        f"{percent(forced['agreement'])} of the places; at temperature {smoked['temperature']:g} "
+        f"{percent(forced['expected_acceptance'])} of its drafts would be accepted (the mean overlap of the two "
+        "distributions).",
+        f"- {speed['drafting_tokens_per_second']:.1f} tokens/s with drafts, {speed['plain_tokens_per_second']:.1f} "
+        f"without: {speed['speed_up']:.2f} times, on {plain(smoked['device'])} in {smoked['dtype']}.",
+    ]
+    if smoked["failures"]:
+        lines.append(f"- **Failed**: {plain('; '.join(map(str, smoked['failures'])))}.")
+    return [lead, markdown_table(rows), "\n".join(lines)]
+
+
+def _heads(heads: list[dict]) -> list[str]:
+    rows = [("head", "acceptance", "95 % interval", "agreement", "expected acceptance", "tokens/s")]
+    for row in heads:
+        low, high = row["interval"]
+        rows.append(
+            (
+                plain(row["policy"]),
+                percent(row["acceptance"]),
+                f"{100 * low:.0f} to {100 * high:.0f} %",
+                percent(row["forced"]["agreement"]),
+                percent(row["forced"]["expected_acceptance"]),
+                f"{row['tokens_per_second']:.1f}",
+            )
+        )
+    return ["Other precisions of the head, on this body:", markdown_table(rows)]
