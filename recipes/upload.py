@@ -16,7 +16,7 @@ from ..convert.push import Pushed, push
 from ..convert.repo import PROVENANCE
 from ..convert.shards import as_json, write_file
 from ..quantize.errors import SourceError, quoted
-from ..validate.evidence import EVIDENCE, PICTURE, evidence_of, lacking
+from ..validate.evidence import EVIDENCE, PICTURE, evidence_of, lacking, what_lacks
 from ..validate.provenance import Provenance, check_is_build
 from ..validate.ready import check_hashes, check_structure, files_of
 from .card import CARD, is_as_written, note, renew_card, renewed
@@ -80,7 +80,7 @@ def upload(folder: Path, target: Target, force: bool, dry_run: bool, say: Say, s
     evidence = evidence_of(folder)
     contents = {}
     if weak and force:
-        evidence["forced"] = "; ".join(weak)
+        evidence["forced"] = "; ".join(what_lacks(evidence))
         contents[EVIDENCE] = as_json(evidence)
     contents |= renewed(folder, evidence, target.repo)
     names = list(dict.fromkeys([*files_of(folder, provenance), *contents]))

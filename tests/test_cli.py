@@ -4,6 +4,7 @@ import json
 import os
 import pty
 import re
+import shutil
 import subprocess
 import sys
 import termios
@@ -147,11 +148,25 @@ def test_folder_in_use_is_refused_before_the_source_is_looked_for(command, tmp_p
     assert contents(out) == before
 
 
-def test_finished_build_is_not_overwritten(built):
+def test_finished_build_is_not_overwritten(built, tmp_path):
+    """The same command has nothing left to do; one that would write something else is refused."""
     out = built(TINY)
     before = {p: p.stat().st_mtime_ns for p in out.iterdir()}
-    assert_refused(motif_convert("convert", "--source", TINY, "--out", out), str(out))
+    again = motif_convert("convert", "--source", TINY, "--out", out)
+    assert again.returncode == 0
+    assert again.stderr == f"Complete already: {out}\n"
+    for options, word in (
+        (("--source", TINY, "--bits", "8"), "another recipe"),
+        (("--source", TINY, "--mtp", "drop"), "another mtp"),
+        (("--source", DEMO), "another source"),
+    ):
+        result = motif_convert("convert", *options, "--out", out)
+        assert_refused(result, str(out))
+        assert word in result.stderr
     assert {p: p.stat().st_mtime_ns for p in out.iterdir()} == before
+    damaged = Path(shutil.copytree(out, tmp_path / "damaged"))
+    (damaged / "motif.py").unlink()
+    assert_refused(motif_convert("convert", "--source", TINY, "--out", damaged), "motif.py is missing")
 
 
 def test_file_in_the_place_of_the_folder(tmp_path):
@@ -308,7 +323,12 @@ def test_bare_command_on_the_demo(built, tmp_path):
     assert evidence["verify"]["sampled"] == 1
     assert evidence["smoke"]["lossless"]
     assert made.pop("validation.png").startswith(b"\x89PNG")
-    assert made == contents(built(DEMO))
+    fresh = contents(built(DEMO))
+    assert {n for n in made if made[n] != fresh.get(n)} == {"README.md", "motif-convert.json"}  # they tell of it
+    again = motif_convert("--source", "demo", "--max-tokens", "2", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert "Complete already" in again.stderr
+    assert again.stdout.splitlines()[-1].split() == ["ship", "yes"]
 
 
 def test_bare_command_without_a_tokenizer(tmp_path):

@@ -127,7 +127,10 @@ def test_upload_and_download_again(server, upload, builds, build, small, tmp_pat
     (build / ".env").write_text("SECRET=1")
     result = upload(build, REPO)
     assert_said(result, 0, "Uploaded", f"{server.url}/{REPO}", "sizes and hashes equal")
-    assert ours(server) == tree_of(builds["many"])
+    there, before = tree_of(build), tree_of(builds["many"])
+    assert ours(server) == there
+    assert {name for name in there if there[name] != before.get(name)} == {"README.md", PROVENANCE}
+    assert f"mlx_lm.generate --model {REPO} " in (build / "README.md").read_text()
     assert commits(server) == 1
     head = server.repo(REPO).find("main")
     assert head.title.startswith("4.5bit build of small-motif3 by motif-convert")
@@ -137,7 +140,7 @@ def test_upload_and_download_again(server, upload, builds, build, small, tmp_pat
     got = run(sys.executable, "-c", code, env=server.env(tmp_path / "other"))
     assert got.returncode == 0, got.stderr
     again = tmp_path / "again"
-    assert tree_of(again) == tree_of(builds["many"])
+    assert tree_of(again) == there
     found = run(sys.executable, "-c", SHARDS_OF, 200_000, "verify", again, "--source", small)
     assert "Verified: every weight compared" in found.stdout
     code = f"from mlx_lm.utils import load_model as l; m, _ = l({again!r}, trust_remote_code=True); print(m.model_type)"
@@ -155,6 +158,29 @@ def test_made_and_published_in_one_command(server, token, tmp_path):
     assert ours(server, repo) == tree_of(out)
     assert json.loads(server.repo(repo).read(EVIDENCE))["passed"]
     assert server.requests[0].path == "/api/whoami-v2"
+
+
+def test_from_the_hub_to_the_hub_in_one_command(server, token, tmp_path):
+    """And what is there, downloaded again, is the model, and is what its source gives."""
+    server.add_repo("acme/demo-motif3", files={p.name: p for p in (REFERENCE / "demo-motif3").iterdir()})
+    env = server.env(tmp_path / "home", token) | {"HF_HUB_OFFLINE": "0"}
+    options = ("--source", "acme/demo-motif3", "--stream", "--out", tmp_path / "out", "--upload", "someone/demo-mlx")
+    assert_said(motif_convert(*options, env=env), 0, f"Uploaded: {server.url}/someone/demo-mlx")
+    assert ours(server, "someone/demo-mlx") == tree_of(tmp_path / "out")
+    card = server.repo("someone/demo-mlx").read("README.md").decode()
+    assert "base_model: acme/demo-motif3\nbase_model_relation: quantized" in card
+    assert "bit for bit" in card
+    assert "accepted" in card
+    other = server.env(tmp_path / "other") | {"HF_HUB_OFFLINE": "0"}
+    again = str(tmp_path / "again")
+    code = f"from huggingface_hub import snapshot_download as d; d('someone/demo-mlx', local_dir={again!r})"
+    assert run(sys.executable, "-c", code, env=other).returncode == 0
+    assert tree_of(Path(again)) == tree_of(tmp_path / "out")
+    assert_said(motif_convert("verify", again, env=other), 0, "Verified: every weight compared")
+    generate = str(Path(sys.executable).with_name("mlx_lm.generate"))
+    said = run(generate, "--model", again, "--trust-remote-code", "--prompt", "def f(", "--max-tokens", 4, env=other)
+    assert said.returncode == 0, said.stderr
+    assert "Generation: 4 tokens" in said.stdout
 
 
 def test_what_is_there_is_not_sent_again(server, upload, build):
@@ -444,8 +470,14 @@ def test_no_build_at_all(server, upload, tmp_path):
     assert_refused(upload(tmp_path, REPO), "not a build")
 
 
+RATES = {"drafted": 250, "accepted": 1, "acceptance": 0.004, "interval": [0.001, 0.022], "tokens_per_step": 1.004}
 SMOKED = {
-    **dict.fromkeys(("prompts", "greedy", "sampled", "min_acceptance", "lossless", "speed", "device")),
+    "prompts": [],
+    "greedy": RATES,
+    "sampled": RATES,
+    "forced": {"positions": 100, "agreement": 0.01, "expected_acceptance": 0.01},
+    "speed": {"plain_tokens_per_second": 1.0, "drafting_tokens_per_second": 0.5, "speed_up": 0.5, "at_best": 1.004},
+    **{"min_acceptance": 0.65, "lossless": True, "device": "x", "dtype": "bfloat16", "drafts": 1, "temperature": 0.8},
     **{"passed": False, "failures": ["acceptance 0.004 is below 0.65"]},
 }
 
