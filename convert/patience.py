@@ -55,7 +55,7 @@ def patiently(repo: str, call: Callable[[], Result], say: Callable[[str], None])
             error = _behind(e)
             if tried == TRIES or not may_pass(error):
                 raise refusal(error, repo) from None
-            wait = _wait(error, tried)
+            wait = seconds_to_wait(error, tried)
             say(f"{_met(error)}; trying again in {wait} s ({tried} of {TRIES - 1}).")
             time.sleep(wait)
     raise AssertionError("not reached")
@@ -99,7 +99,8 @@ def _met(error: Exception) -> str:
     return "The Hub's answer can't be read"
 
 
-def _wait(error: Exception, tried: int) -> int:
+def seconds_to_wait(error: Exception, tried: int) -> int:
+    """Before the next try: what the Hub asks for, else twice as long from try to try."""
     wait = FIRST_WAIT << (tried - 1)
     if isinstance(error, HfHubHTTPError):
         asked, limit = error.response.headers.get("retry-after", ""), parse_ratelimit_headers(error.response.headers)

@@ -19,7 +19,6 @@ SOURCE_FILES = (
     "*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken", "LICENSE*", "LICENCE*", "NOTICE*",
     "README.md",
 )  # fmt: skip
-WAITS = (1, 2, 4, 8)  # seconds before the API is asked again
 HEADERS_AT_ONCE = 8
 FIRST_BYTES = 64 << 10  # of a shard: most headers are shorter
 
@@ -52,15 +51,15 @@ def _asked(call: Callable[[], Result]) -> Result:
     """What a request of the API gives, in the end: huggingface_hub makes it once."""
     from huggingface_hub.errors import HTTPError
 
-    from .patience import may_pass
+    from .patience import TRIES, may_pass, seconds_to_wait
 
-    for wait in WAITS:
+    for tried in range(1, TRIES):
         try:
             return call()
         except HTTPError as e:
             if not may_pass(e):
                 raise
-            time.sleep(wait)
+            time.sleep(seconds_to_wait(e, tried))
     return call()
 
 

@@ -2,12 +2,14 @@
 
 import json
 import random
+import resource
 import shutil
 import subprocess
 import sys
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 from itertools import permutations
 from pathlib import Path
 
@@ -223,6 +225,32 @@ def larger(tmp_path_factory) -> Path:
     return write_checkpoint(
         tmp_path_factory.mktemp("larger") / "larger-motif3", config, random_weights(config), 4, dealt=False
     )
+
+
+@pytest.mark.parametrize("stream", [(), ("--stream",)], ids=["cache", "stream"])
+def test_a_disk_that_fills_up_on_the_way(stream, larger, tmp_path):
+    """What has arrived stays, and is not fetched again when there is room."""
+    (tmp_path / "server").mkdir()
+    with HubServer(tmp_path / "server") as server:
+        server.add_repo("acme/larger", files={p.name: p for p in larger.iterdir()})
+        env = environment_with(server.env(tmp_path / "home") | {"HF_HUB_OFFLINE": "0"})
+        limit = 8 << 20  # bytes of a file, where the shards have 20 and more
+
+        def command() -> subprocess.CompletedProcess:
+            words = [str(Path(sys.executable).with_name("motif-convert")), "convert", "--source", "acme/larger"]
+            words += ["--out", "out", *stream]
+            full = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+            return subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, preexec_fn=full)
+
+        line = line_of(command())
+        assert "could not be written" in line
+        arrived, limit = sent(server), resource.RLIM_INFINITY
+        result = command()
+        assert result.returncode == 0, result.stderr
+        size = sum(p.stat().st_size for p in larger.glob("*.safetensors"))
+        in_hand = 4 << 20  # of each of four downloads, most of it in the buffers of sockets
+        assert arrived > 8 << 20
+        assert sent(server) < size + 4 * in_hand
 
 
 @pytest.mark.parametrize("stream", [(), ("--stream",)], ids=["cache", "stream"])
