@@ -4,6 +4,7 @@ import math
 
 from ..quantize.errors import SourceError, listing, quoted
 from ..quantize.precision import NVFP4, Quantized
+from .model_args import model_args
 from .nvfp4 import QUANT_METHOD, is_marked
 
 MODEL_FILE = "motif.py"
@@ -82,10 +83,8 @@ def check_config(config: dict) -> None:
 
 
 def _refused_by_model(config: dict) -> list[str]:
-    from .motif import ModelArgs  # brings mlx and mlx-lm along
-
     try:
-        ModelArgs.from_dict(config)
+        model_args().from_dict(config)
     except (ValueError, TypeError, AttributeError) as e:
         return [quoted(e)]
     return []
@@ -100,11 +99,9 @@ def built_config(source: dict, quantized: dict[str, Quantized], dominant: Quanti
         dominant: the precision of most quantized parameters; the Hub's badge shows its bits.
         mtp: what the plan says of dtypes and of the MTP head; it overrides the source's keys.
     """
-    from .motif import ModelArgs
-
     config = {k: v for k, v in source.items() if k not in MISLEADING}
     if "rope_scaling" in config:
-        args = ModelArgs.from_dict(source)
+        args = model_args().from_dict(source)
         flat = ("rope_factor", "original_seq_len", "mscale", "rope_theta", "beta_fast", "beta_slow")
         config |= {key: getattr(args, key) for key in flat}
         del config["rope_scaling"]  # transformers >= 5.14 rejects Motif's

@@ -37,7 +37,7 @@ POLYNORM_EPS = 1e-6
 NVFP4_SPAN = 448 * 6  # global_scale is what E4M3 and E2M1 span, times the per-expert scale
 HIDDEN_CLAMP_INERT = 1e6  # the published value; a smaller one could act and is not implemented
 
-DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
+DTYPES = ("bfloat16", "float16", "float32")
 
 # key -> the one value this file implements. A config without the key means that value.
 FIXED = {
@@ -669,7 +669,8 @@ class Model(nn.Module):
     def sanitize(self, weights):
         """A float16 head under a bfloat16 body would promote every product to float32: its
         weights take the dtype that config.json states, `mtp_compute_dtype`."""
-        dtype = DTYPES.get(self.args.mtp_compute_dtype)
+        name = self.args.mtp_compute_dtype
+        dtype = getattr(mx, name) if name else None
         if dtype is None:
             return weights
         return {k: v.astype(dtype) if k.startswith("mtp.") and v.dtype == mx.float16 else v for k, v in weights.items()}

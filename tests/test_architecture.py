@@ -68,3 +68,18 @@ def test_the_command_line_starts_light():
     loaded = {name.partition(".")[0] for name in json.loads(result.stdout)}
     assert "click" in loaded
     assert not loaded & set(HEAVY)
+
+
+@pytest.mark.parametrize("command", ["plan", "convert"])
+def test_no_command_waits_for_mlx_lm_without_need(command, tmp_path):
+    """It takes a second and 60 MB to import."""
+    words = [command, "--source", "demo"] + (["--out", str(tmp_path / "out")] if command == "convert" else [])
+    code = f"""
+import json, sys
+sys.argv = ["motif-convert", *{words!r}]
+from motif_convert.recipes.cli import main
+main()
+assert not {{"mlx", "mlx_lm", "transformers", "matplotlib"}} & {{name.partition(".")[0] for name in sys.modules}}
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr

@@ -5,7 +5,9 @@ import re
 
 import pytest
 from conftest import REFERENCE, SMALL_CONFIG
+from motif_convert.convert import motif
 from motif_convert.convert.config import built_config, check_config
+from motif_convert.convert.model_args import model_args
 from motif_convert.quantize.errors import SourceError
 from motif_convert.quantize.precision import Quantized
 
@@ -55,6 +57,35 @@ def without(config: dict, *keys: str) -> dict:
 )
 def test_right_config(config):
     check_config(config)
+
+
+ODD = (
+    {"num_noise_heads": 1},
+    {"num_attention_heads": 4},
+    {"qk_rope_head_dim": 3},
+    {"num_shared_experts": 2},
+    {"num_nextn_predict_layers": 2},
+    {"experts_top_k": 99},
+    {"hidden_clamp": 5.0},
+    {"hidden_clamp": 1e6},
+    {"mtp_compute_dtype": "int8"},
+    {"mtp_compute_dtype": "float16"},
+    {"attention_cls": "mha"},
+    {"rope_scaling": {"rope_type": "linear"}},
+    {"rope_scaling": {"factor": 3.0}},
+    {"rope_scaling": {"factor": 8.0, "mscale": 0.7}, "a_key_of_tomorrow": 1},
+)
+
+
+@pytest.mark.parametrize("config", [SMALL_CONFIG, TINY_CONFIG, *(SMALL_CONFIG | odd for odd in ODD)])
+def test_arguments_without_the_model_are_the_model_s(config):
+    def made(args: type) -> dict | str:
+        try:
+            return vars(args.from_dict(config))
+        except ValueError as e:
+            return str(e)
+
+    assert made(model_args()) == made(motif.ModelArgs)
 
 
 # --- what is refused ---
