@@ -59,11 +59,11 @@ def make_plan(checkpoint: Checkpoint, recipe: Recipe, mtp: str | None = None, re
 
     dropping = MTP_POLICIES[policy] is None
     kept = body if dropping else table
-    modules = [m for e in kept for m in _modules(e, checkpoint, e.source in stacks, chosen)]
+    modules = [m for e in kept for m in make_modules(e, checkpoint, e.source in stacks, chosen)]
     return Plan(
         recipe=recipe,
         mtp=policy if head else "none",
-        modules=tuple(_place(modules)),
+        modules=tuple(place(modules)),
         dropped=tuple((e.source, checkpoint.tensors[e.source].nbytes) for e in head if dropping),
         body_dtype=checkpoint.tensors["model.norm.weight"].dtype,
         has_mtp=bool(head) and not dropping,
@@ -163,7 +163,7 @@ def _head_precisions(head: list[Entry], policy: str) -> dict[str, Precision]:
     return chosen
 
 
-def _modules(entry: Entry, checkpoint: Checkpoint, nvfp4: bool, chosen: dict[str, Precision]) -> Iterator[Module]:
+def make_modules(entry: Entry, checkpoint: Checkpoint, nvfp4: bool, chosen: dict[str, Precision]) -> Iterator[Module]:
     """The module of a source tensor, or of each part of one."""
     sources = tuple(stack_tensors(entry.source, entry.shape)) if nvfp4 else (entry.source,)
     dtype = "NVFP4" if nvfp4 else checkpoint.tensors[entry.source].dtype
@@ -195,7 +195,7 @@ def _modules(entry: Entry, checkpoint: Checkpoint, nvfp4: bool, chosen: dict[str
         )
 
 
-def _place(modules: list[Module]) -> Iterator[Module]:
+def place(modules: list[Module]) -> Iterator[Module]:
     """Fills shards in the model's order; a module's tensors stay together, since one pass makes them."""
     numbers, used, number = [], 0, 0
     for m in modules:

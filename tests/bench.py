@@ -1,169 +1,354 @@
-"""How fast the quantization kernels are, next to mlx and to memcpy, all measured in this one run.
+"""make bench: conversion and verification next to mlx-lm, to a pipeline that does nothing, to cp and to memcpy.
 
-GB/s count BF16, which NVFP4 only stands for. The candidates of a table take turns, each of several runs in a row; the
-best run of each is given. Where there are two threads, each has arrays of its own, as large as those of one.
+Builds its sources, a real-size expert layer of Motif-3 and a model of an architecture that mlx-lm knows, then runs the
+sides of each comparison by turns in processes of their own, and prints medians, and ratios within each round. Raw
+numbers go to bench.json, a picture to bench.png. Hot: the source's files are in memory; cold: they were put out of it.
 """
 
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
 
-import mlx.core as mx
+import bench_kernels
 import numpy as np
-from motif_convert.quantize import affine, fp4
+import psutil
+from conftest import REAL_SIZES, REFERENCE, SMALL_CONFIG
+from motif_convert.convert.names import entries
+from motif_convert.quantize.kernels import f32_to_bf16
+from motif_convert.recipes.show import human_bytes, text_table
 
-K = 4096
-CONFIGS = [(4, 64), (8, 64), (4, 32), (4, 128)]
+BIN = Path(sys.executable).parent
+SIDES = [sys.executable, str(Path(__file__).with_name("bench_sides.py"))]
+LAYER = SMALL_CONFIG | REAL_SIZES | {"num_hidden_layers": 1, "n_dense_first_layers": 0, "vocab_size": 4096}
+LAYER |= {"num_nextn_predict_layers": 0, "mhc_expansion_rate": 4, "mhc_sinkhorn_iters": 20}
+MODEL = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "num_hidden_layers": 11,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 32000,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+SHARD_BYTES = 2 << 30
 
 
 @dataclass(frozen=True)
-class Place:
-    name: str
-    rows: int  # of 8 KB
-    turns: int
-    runs: int  # in a turn
-    repeats: int  # in a run: what a thread does before it asks for more
+class Run:
+    """One run of one side: seconds, seconds of all processors, the most bytes in memory of its processes together."""
 
-    @property
-    def n_bytes(self):
-        return self.rows * K * 2
+    side: str
+    wall: float
+    cpu: float
+    peak: int
 
 
-PLACES = [
-    Place("4 MB, in cache", rows=512, turns=8, runs=4, repeats=4),
-    Place("84 MB, from memory", rows=10_240, turns=4, runs=1, repeats=1),
-]
+# --- sources ---
 
 
-def table(title, place, candidates):
-    """Prints the speed of each candidate, and how many times that of the first; candidate: (name, threads, run)."""
-    best = dict.fromkeys((name for name, _, _ in candidates), float("inf"))
-    for _ in range(place.turns):
-        for name, _, run in candidates:
-            for _ in range(place.runs):
-                start = time.perf_counter()
-                run()
-                best[name] = min(best[name], time.perf_counter() - start)
-    first = candidates[0][0]
-    print(f"\n{title + ', ' + place.name:56} GB/s   times {first}")
-    for name, threads, _ in candidates:
-        times = threads * best[first] / best[name]
-        print(f"  {name:52} {threads * place.repeats * place.n_bytes / best[name] / 1e9:6.2f} {times:8.1f}")
+def write_source(folder: Path, config: dict, tensors: list[tuple[str, tuple[int, ...]]]) -> int:
+    """A checkpoint of normal random numbers in BF16; returns the bytes of its tensors."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    noise = memoryview(f32_to_bf16(np.random.default_rng(0).standard_normal(32 << 20, np.float32) * 0.02)).cast("B")
+    shards, weight_map, total = [[]], {}, 0
+    for name, shape in tensors:
+        if sum(2 * int(np.prod(s)) for _, s in shards[-1]) > SHARD_BYTES:
+            shards.append([])
+        shards[-1].append((name, shape))
+    for number, shard in enumerate(shards, 1):
+        file, header, end = f"model-{number:05d}-of-{len(shards):05d}.safetensors", {}, 0
+        for name, shape in shard:
+            start, end = end, end + 2 * int(np.prod(shape))
+            header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
+            weight_map[name] = file
+        text = json.dumps(header).encode()
+        with (folder / file).open("wb") as f:
+            f.write(len(text).to_bytes(8, "little") + text)
+            left = end
+            while left:
+                skip = 2 * (left % 9973)  # so that blocks differ
+                left -= f.write(noise[skip : skip + min(left, len(noise) - skip)])
+        total += end
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    os.sync()
+    return total
 
 
-def candidate(place, name, function, *args):
-    def run():
-        for _ in range(place.repeats):
-            function(*args)
-
-    return name, 1, run
+def layer_source(folder: Path, experts: int) -> int:
+    config = LAYER | {"num_experts": experts, "experts_top_k": min(8, experts)}
+    return write_source(folder, config, [(e.source, e.shape) for e in entries(config)])
 
 
-def two_threads(place, pool, name, function, *args):
-    """Two of a candidate side by side; the second works on copies of its arrays."""
-    runs = [candidate(place, name, function, *own)[2] for own in (args, [np.copy(array) for array in args])]
-
-    def run():
-        for job in [pool.submit(run) for run in runs]:
-            job.result()
-
-    return f"{name}, two threads", 2, run
-
-
-def outputs(n, bits, group_size):
-    parts = (np.uint32, K * bits // 32), (np.uint16, K // group_size), (np.uint16, K // group_size)
-    return [np.zeros((n, width), dtype) for dtype, width in parts]
-
-
-def random_rows(n):
-    x = np.random.default_rng(0).standard_normal((n, K), np.float32) * np.float32(0.02)
-    return (x.view(np.uint32) >> 16).astype(np.uint16)
+def model_source(folder: Path, layers: int, hidden: int = MODEL["hidden_size"]) -> int:
+    """A Llama, with the demo's tokenizer, which mlx_lm.convert wants to see."""
+    config = MODEL | {"num_hidden_layers": layers, "hidden_size": hidden}
+    wide, words = config["intermediate_size"], config["vocab_size"]
+    tensors = [("model.embed_tokens.weight", (words, hidden)), ("lm_head.weight", (words, hidden))]
+    tensors.append(("model.norm.weight", (hidden,)))
+    for i in range(layers):
+        at = f"model.layers.{i}."
+        tensors += [(f"{at}self_attn.{p}_proj.weight", (hidden, hidden)) for p in "qkvo"]
+        tensors += [(f"{at}mlp.{p}_proj.weight", (wide, hidden)) for p in ("gate", "up")]
+        tensors.append((f"{at}mlp.down_proj.weight", (hidden, wide)))
+        tensors += [(f"{at}{p}_layernorm.weight", (hidden,)) for p in ("input", "post_attention")]
+    total = write_source(folder, config, tensors)
+    for path in (REFERENCE / "demo-motif3").glob("tokenizer*"):
+        shutil.copy(path, folder)
+    return total
 
 
-def bench_affine(place, pool, bits, size, rows, title):
-    parts, copy = outputs(place.rows, bits, size), np.zeros_like(rows)
-    in_mlx = mx.array(rows).view(mx.bfloat16)
-
-    def with_mlx():
-        mx.eval(mx.quantize(in_mlx, group_size=size, bits=bits, stream=mx.cpu))
-
-    def kernel(rows, packed, scales, biases):
-        affine.quantize_into(rows, bits, size, packed, scales, biases)
-
-    table(
-        title,
-        place,
-        [
-            candidate(place, "mx.quantize", with_mlx),
-            candidate(place, "kernel", kernel, rows, *parts),
-            two_threads(place, pool, "kernel", kernel, rows, *parts),
-            candidate(place, "memcpy", np.copyto, copy, rows),
-            two_threads(place, pool, "memcpy", np.copyto, copy, rows),
-        ],
-    )
+# --- measuring ---
 
 
-def bench_nvfp4(place, pool):
-    n = place.rows
-    rng = np.random.default_rng(1)
-    codes = rng.integers(0, 256, (n, K // 2), np.uint8)
-    block_scales = rng.integers(0x58, 0x7F, (n, K // 16), np.uint8)
-    scale = np.float32(3.3e-5)
-    out, parts = np.zeros((n, K), np.uint16), outputs(n, 4, 64)
-    codes_in_mlx, scales_in_mlx = mx.array(codes.view(np.uint32)), mx.array(block_scales)
-    scale_in_mlx = mx.array(scale * 2688)  # in mlx it is the largest weight: 448 * 6 times the scale
-
-    def mlx_dequantize():
-        return mx.dequantize(
-            codes_in_mlx, scales_in_mlx, mode="nvfp4", global_scale=scale_in_mlx, dtype=mx.bfloat16, stream=mx.cpu
-        )
-
-    def decode(codes, block_scales, out):
-        fp4.decode(codes, block_scales, scale, out)
-
-    def decode_then_quantize(codes, block_scales, out, packed, scales, biases):
-        decode(codes, block_scales, out)
-        affine.quantize_into(out, 4, 64, packed, scales, biases)
-
-    table(
-        "NVFP4 to BF16",
-        place,
-        [
-            candidate(place, "mx.dequantize", lambda: mx.eval(mlx_dequantize())),
-            candidate(place, "decode", decode, codes, block_scales, out),
-            two_threads(place, pool, "decode", decode, codes, block_scales, out),
-        ],
-    )
-    table(
-        "NVFP4 to 4 bits, groups of 64",
-        place,
-        [
-            candidate(
-                place,
-                "mx.dequantize, mx.quantize",
-                lambda: mx.eval(mx.quantize(mlx_dequantize(), group_size=64, bits=4, stream=mx.cpu)),
-            ),
-            candidate(place, "decode, kernel", decode_then_quantize, codes, block_scales, out, *parts),
-            two_threads(place, pool, "decode, kernel", decode_then_quantize, codes, block_scales, out, *parts),
-        ],
-    )
-
-
-def main():
+def run(side: str, command: list[object]) -> Run:
+    """Runs a command to its end; memory counts file pages too, and is looked at 50 times a second."""
     start = time.perf_counter()
-    for bits, size in CONFIGS:
-        if not (found := affine.available(bits, size)):
-            raise SystemExit(found.reason)
-    print(f"kernels compiled, or loaded, and checked in {time.perf_counter() - start:.2f} s")
-    with ThreadPoolExecutor(2) as pool:
-        for place in PLACES:
-            rows = random_rows(place.rows)
-            for bits, size in CONFIGS:
-                bench_affine(place, pool, bits, size, rows, f"BF16 to {bits} bits, groups of {size}")
-            bench_nvfp4(place, pool)
-        rows = random_rows(PLACES[0].rows)
-        rows[:, ::64] = 0x7FC0
-        bench_affine(PLACES[0], pool, 4, 64, rows, "BF16 to 4 bits, a NaN in each group of 64")
+    with (Path(os.devnull)).open("w") as devnull:
+        process = subprocess.Popen(list(map(str, command)), stdout=devnull, stderr=subprocess.PIPE)
+    family, peak, ended = psutil.Process(process.pid), 0, 0
+    while not ended:
+        peak = max(peak, sum(_rss(p) for p in [family, *_children(family)]), _most(process.pid))
+        time.sleep(0.02)
+        ended, status, used = os.wait4(process.pid, os.WNOHANG)
+    wall = time.perf_counter() - start
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise SystemExit(f"{side}: {process.stderr.read().decode()}")
+    process.stderr.close()
+    return Run(side, wall, used.ru_utime + used.ru_stime, peak)
+
+
+def _most(pid: int) -> int:
+    """The most that one process had, as Linux keeps it. Not `ru_maxrss`, which begins with what its parent had."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM")), 0)
+
+
+def _rss(process: psutil.Process) -> int:
+    try:
+        return process.memory_info().rss
+    except psutil.Error:
+        return 0
+
+
+def _children(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return process.children(recursive=True)
+    except psutil.Error:
+        return []
+
+
+def put_out_of_memory(*folders: Path) -> None:
+    """Clean pages only: what was written is synced before. Linux alone can do it."""
+    os.sync()
+    for path in (p for folder in folders for p in folder.glob("*.safetensors")):
+        fd = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+
+
+def bring_into_memory(*folders: Path) -> None:
+    for path in (p for folder in folders for p in folder.glob("*.safetensors")):
+        with path.open("rb", buffering=0) as f:
+            while f.read(64 << 20):
+                pass
+
+
+def by_turns(
+    sides: dict[str, Callable[[Path], list[object]]], rounds: int, folder: Path, before: Callable[[], None]
+) -> Iterator[Run]:
+    """Every side once a round, into a new folder each time."""
+    for number in range(rounds):
+        for side, command in sides.items():
+            out = folder / "out"
+            shutil.rmtree(out, ignore_errors=True)
+            os.sync()
+            before()
+            found = run(side, command(out))
+            print(f"round {number + 1}: {side}: {found.wall:.2f} s", file=sys.stderr)
+            yield found
+    shutil.rmtree(folder / "out", ignore_errors=True)
+
+
+def memcpy_rate() -> float:
+    """Bytes a second, of 84 MB from memory."""
+    a, best = np.ones(84 << 20, np.uint8), float("inf")
+    b = np.zeros_like(a)
+    for _ in range(9):
+        start = time.perf_counter()
+        np.copyto(b, a)
+        best = min(best, time.perf_counter() - start)
+    return len(a) / best
+
+
+# --- what is compared ---
+
+
+def bench_model(folder: Path, rounds: int, layers: int) -> dict:
+    source = folder / "model"
+    nbytes = model_source(source, layers)
+    sides = {
+        "mlx_lm.convert": lambda out: [
+            *(BIN / "mlx_lm.convert", "--hf-path", source, "--mlx-path", out),
+            *("-q", "--q-bits", 4, "--q-group-size", 64),
+        ],
+        "motif-convert's pipeline": lambda out: [*SIDES, "quantize", source, out],
+        "null pipeline": lambda out: [*SIDES, "null", source, out],
+        "cp": lambda out: ["cp", "-r", source, out],
+    }
+    runs = list(by_turns(sides, rounds, folder, lambda: bring_into_memory(source)))
+    shutil.rmtree(source)
+    return report(f"A Llama of {human_bytes(nbytes)} to 4 bits, hot", nbytes, runs, "motif-convert's pipeline")
+
+
+def bench_layer(folder: Path, rounds: int, experts: int, cold: bool) -> dict:
+    source = folder / "layer"
+    nbytes = layer_source(source, experts)
+    sides = {
+        "motif-convert convert": lambda out: [BIN / "motif-convert", "convert", "--source", source, "--out", out],
+        "null pipeline": lambda out: [*SIDES, "null", source, out],
+    }
+    before = (lambda: put_out_of_memory(source)) if cold else (lambda: bring_into_memory(source))
+    runs = list(by_turns(sides, rounds, folder, before))
+    title = f"A layer of Motif-3 of {human_bytes(nbytes)} by the recipe 4.5bit, {'cold' if cold else 'hot'}"
+    found = report(title, nbytes, runs, "motif-convert convert")
+    shutil.rmtree(source)
+    return found
+
+
+def bench_verify(folder: Path, rounds: int, experts: int, cold: bool) -> dict:
+    source, build = folder / "layer", folder / "build"
+    nbytes = layer_source(source, experts)
+    run("convert", [BIN / "motif-convert", "convert", "--source", source, "--out", build])
+    sides = {
+        "motif-convert verify": lambda out: [BIN / "motif-convert", "verify", build, "--source", source],
+        "plain read of both": lambda out: [*SIDES, "read", source, build],
+    }
+    before = (lambda: put_out_of_memory(source, build)) if cold else (lambda: bring_into_memory(source, build))
+    runs = list(by_turns(sides, rounds, folder, before))
+    for used in (source, build):
+        shutil.rmtree(used)
+    title = f"Verifying a layer of {human_bytes(nbytes)}, {'cold' if cold else 'hot'}"
+    return report(title, nbytes, runs, "motif-convert verify")
+
+
+def report(title: str, nbytes: int, runs: list[Run], ours: str) -> dict:
+    """Prints medians, and the medians of the ratios within rounds."""
+    sides = list(dict.fromkeys(r.side for r in runs))
+    rounds = [{r.side: r for r in runs[i : i + len(sides)]} for i in range(0, len(runs), len(sides))]
+    rows = [("side", "wall", "GB/s of source", "CPU", "peak memory", "wall / ours", "memory / ours")]
+    summary = {}
+    for side in sides:
+        wall = statistics.median(r[side].wall for r in rounds)
+        found = {
+            "wall": wall,
+            "cpu": statistics.median(r[side].cpu for r in rounds),
+            "peak": max(r[side].peak for r in rounds),
+            "rate": nbytes / wall,
+            "wall_over_ours": statistics.median(r[side].wall / r[ours].wall for r in rounds),
+            "peak_over_ours": statistics.median(r[side].peak / r[ours].peak for r in rounds),
+        }
+        summary[side] = found
+        rows.append(
+            (
+                side,
+                f"{wall:.2f} s",
+                f"{found['rate'] / 1e9:.2f}",
+                f"{found['cpu']:.1f} s",
+                human_bytes(found["peak"]),
+                f"{found['wall_over_ours']:.2f}",
+                f"{found['peak_over_ours']:.2f}",
+            )
+        )
+    print(f"\n{title}\n{text_table(rows)}", flush=True)
+    return {"title": title, "bytes": nbytes, "ours": ours, "sides": summary, "runs": [asdict(r) for r in runs]}
+
+
+def draw(found: list[dict], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.5 * len(found), 5), layout="constrained")
+    axes = figure.subplots(2, len(found), squeeze=False)
+    for column, part in enumerate(found):
+        sides = part["sides"]
+        for row, (key, unit, scale) in enumerate((("wall", "s", 1), ("peak", "MB", 1e6))):
+            at = axes[row][column]
+            values = [s[key] / scale for s in sides.values()]
+            bars = at.barh(list(sides), values, color=["tab:blue" if s == part["ours"] else "silver" for s in sides])
+            at.bar_label(bars, [f"{v:,.3g} {unit}" for v in values], padding=2, fontsize=8)
+            at.invert_yaxis()
+            at.margins(x=0.2)
+            at.set_title(f"{part['title']}\nwall" if row == 0 else "peak memory", fontsize=9)
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+
+
+def machine() -> dict:
+    names = ("motif-convert", "mlx", "mlx-lm", "numba", "numpy")
+    processor = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        processor = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), processor)
+    return {
+        "processor": processor,
+        "processors": os.cpu_count(),
+        "memory": psutil.virtual_memory().total,
+        "system": platform.system(),
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in names},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path("build/bench"), help="needs 30 GB")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--layers", type=int, default=11, help="of the Llama; 0.4 GB each, and 0.5 GB")
+    parser.add_argument("--experts", type=int, default=384, help="of the layer; 31 MB each")
+    parser.add_argument("--no-kernels", action="store_true", help="whole conversions alone")
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    about = machine()
+    print(", ".join(f"{k} {v}" for k, v in about.items() if k != "versions"))
+    if not options.no_kernels:
+        bench_kernels.main()
+    about["memcpy"] = memcpy_rate()
+    print(f"\nmemcpy of 84 MB: {about['memcpy'] / 1e9:.1f} GB/s")
+    can_be_cold = hasattr(os, "posix_fadvise")
+    folder, rounds = options.folder, options.rounds
+    found = [bench_model(folder, rounds, options.layers)]
+    found.append(bench_layer(folder, 1, max(8, options.experts // 6), cold=False))
+    found.append(bench_layer(folder, rounds, options.experts, cold=False))
+    if can_be_cold:
+        found.append(bench_layer(folder, rounds, options.experts, cold=True))
+    found.append(bench_verify(folder, rounds, options.experts, cold=can_be_cold))
+    small, large = (f["sides"]["motif-convert convert"]["peak"] for f in found[1:3])
+    print(f"\nPeak memory of a conversion, large layer against small: {large / small:.3f}")
+    (folder / "bench.json").write_text(json.dumps({"machine": about, "comparisons": found}, indent=1))
+    draw(found, folder / "bench.png")
+    print(f"{folder / 'bench.json'}, {folder / 'bench.png'}")
 
 
 if __name__ == "__main__":
