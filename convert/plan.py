@@ -103,6 +103,7 @@ class Plan:
     unused: tuple[str, ...]
     config_sha256: str
     index_sha256: str | None
+    allow_nonfinite: bool = False  # in floats; it decides whether there is a build, and nothing of it
 
     @property
     def shards(self) -> dict[str, list[Module]]:

@@ -17,13 +17,20 @@ MAX_SHARD_BYTES = 5 << 30
 HEADER_BYTES_PER_TENSOR = 160  # beside the name: dtype, shape and offsets as JSON, at the most
 
 
-def make_plan(checkpoint: Checkpoint, recipe: Recipe, mtp: str | None = None, requantize: bool = False) -> Plan:
+def make_plan(
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    mtp: str | None = None,
+    requantize: bool = False,
+    allow_nonfinite: bool = False,
+) -> Plan:
     """Places every tensor of the source, or stops with all that can't be placed.
 
     Args:
         mtp: a key of MTP_POLICIES that overrides the recipe's.
         requantize: whether a recipe's affine 4-bit rule holds for experts that are NVFP4 too; they keep
             their own 4 bits otherwise.
+        allow_nonfinite: whether NaN and infinite values may stay in tensors that are kept as floats.
     Returns:
         The plan; its `mtp` is "none" for a checkpoint without a head.
     Raises:
@@ -72,6 +79,7 @@ def make_plan(checkpoint: Checkpoint, recipe: Recipe, mtp: str | None = None, re
         unused=tuple(f for f in (SIDECAR,) if nvfp4 and f in checkpoint.others),
         config_sha256=checkpoint.config_sha256,
         index_sha256=checkpoint.index_sha256,
+        allow_nonfinite=allow_nonfinite,
     )
 
 

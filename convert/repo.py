@@ -155,6 +155,7 @@ def _provenance(plan: Plan, source: Source, losses: Losses) -> dict:
             "requantize": plan.requantize,
             "requantized": losses.requantized.as_dict() if losses.requantized else None,
         },
+        "allow_nonfinite": plan.allow_nonfinite,
         "plan_hash": plan.plan_hash,
         "total_bytes": plan.total_bytes,
         "total_parameters": plan.total_parameters,

@@ -7,8 +7,9 @@ from math import prod
 import numpy as np
 
 from ..quantize import fp4
-from ..quantize.kernels import RAW_DTYPES
-from ..quantize.precision import DTYPE_BYTES, NVFP4
+from ..quantize.errors import SourceError
+from ..quantize.kernels import RAW_DTYPES, bf16_to_f32, first_nonfinite
+from ..quantize.precision import DTYPE_BYTES, NVFP4, Quantized
 from .checkpoint import Checkpoint
 from .nvfp4 import BLOCK_SCALES, check_block_scales, expert_scales
 from .plan import Module
@@ -77,6 +78,40 @@ def float_reader(module: Module, checkpoint: Checkpoint) -> Callable[[Rows, Buff
         return fp4.decode(codes, block_scales, scales[run.matrix], buffers.array("floats", dtype, (run.count, width)))
 
     return read
+
+
+def finite_reader(
+    module: Module, checkpoint: Checkpoint, allow_nonfinite: bool = False
+) -> Callable[[Rows, Buffers], np.ndarray]:
+    """A `float_reader` that refuses NaN and infinite values.
+
+    Args:
+        allow_nonfinite: whether such values may stay in a tensor that is kept as floats.
+    Raises:
+        SourceError: when called, naming the value and its place.
+    """
+    read = float_reader(module, checkpoint)
+    quantized = isinstance(module.precision, Quantized)
+    if allow_nonfinite and not quantized:
+        return read
+
+    def checked(run: Rows, buffers: Buffers) -> np.ndarray:
+        rows = read(run, buffers)
+        at = first_nonfinite(rows, module.float_dtype)
+        if at is not None:
+            _refuse(module, checkpoint, run, at, rows.reshape(-1)[at], quantized)
+        return rows
+
+    return checked
+
+
+def _refuse(module: Module, checkpoint: Checkpoint, run: Rows, at: int, raw: np.generic, quantized: bool) -> None:
+    *_, rows, width = (1, *module.source_shape)
+    place = np.unravel_index((run.matrix * rows + run.first) * width + at, module.source_shape)
+    value = float(bf16_to_f32(np.array([raw]))[0] if module.float_dtype == "BF16" else raw)
+    keep = "" if quantized else ", or keep it with --allow-nonfinite"
+    shard, where = checkpoint.tensors[module.source].shard, list(map(int, place))
+    raise SourceError(f"{shard}: {module.source}{where} is {value}, which no weight can be: get the file again{keep}")
 
 
 def blocks(module: Module, checkpoint: Checkpoint, matrix: int | None = None) -> Iterator[np.ndarray]:

@@ -18,7 +18,7 @@ from .journal import Journal
 from .losses import requantization_errors
 from .nvfp4 import SPAN, check_expert_scales, expert_scales
 from .plan import Module, Plan
-from .rows import Rows, float_reader, float_runs, read_block_scales, read_rows, row_runs
+from .rows import Rows, finite_reader, float_runs, read_block_scales, read_rows, row_runs
 from .shards import HashedFile, new_file, shard_header
 from .supply import AtHand, Downloads, shard_needs
 from .workers import Buffers, Workers, processors
@@ -66,21 +66,20 @@ def write_shards(
         for name in supply.begin(needs):
             supply.need(name)
             if name not in written:
-                _write_shard(name, shards[name], checkpoint, journal, threads, progress)
+                _write_shard(name, plan, checkpoint, journal, threads, progress)
             if inspection:
                 _inspect(name, inspection, journal)
             checkpoint.close()  # a file that is open keeps its place on the disk
             supply.release(name)
 
 
-def _write_shard(
-    name: str, modules: list[Module], checkpoint: Checkpoint, journal: Journal, threads: Workers, progress
-) -> None:
+def _write_shard(name: str, plan: Plan, checkpoint: Checkpoint, journal: Journal, threads: Workers, progress) -> None:
+    modules, keep = plan.shards[name], plan.allow_nonfinite
     check_expert_scales(checkpoint, sorted({m.source for m in modules if m.source_dtype == "NVFP4"}))
     with new_file(journal.path.parent / name) as file:
         file.write(shard_header(modules))
         for module in modules:
-            _write_module(module, checkpoint, file, threads, lambda count: progress(count, name))
+            _write_module(module, checkpoint, file, threads, lambda count: progress(count, name), keep)
     journal.shards[name] = file.written()
     journal.requantized |= requantization_errors(modules, checkpoint)
     journal.save()
@@ -105,17 +104,21 @@ def left_to_mlx(plan: Plan) -> dict[str, int]:
     return dict(reasons)
 
 
-def _write_module(module: Module, checkpoint: Checkpoint, file: HashedFile, threads: Workers, progress) -> None:
+def _write_module(
+    module: Module, checkpoint: Checkpoint, file: HashedFile, threads: Workers, progress, allow_nonfinite: bool
+) -> None:
     if module.precision == NVFP4:
         _write_nvfp4(module, checkpoint, file, threads, progress)
     elif isinstance(module.precision, Quantized):
         _write_quantized(module, checkpoint, file, threads, progress)
     else:
-        _write_floats(module, checkpoint, file, threads, progress)
+        _write_floats(module, checkpoint, file, threads, progress, allow_nonfinite)
 
 
-def _write_floats(module: Module, checkpoint: Checkpoint, file: HashedFile, threads: Workers, progress) -> None:
-    (stored,), read = module.stored, float_reader(module, checkpoint)
+def _write_floats(
+    module: Module, checkpoint: Checkpoint, file: HashedFile, threads: Workers, progress, allow_nonfinite: bool
+) -> None:
+    (stored,), read = module.stored, finite_reader(module, checkpoint, allow_nonfinite)
 
     def floats(run: Rows, buffers: Buffers) -> np.ndarray:
         rows = read(run, buffers)
@@ -128,7 +131,7 @@ def _write_floats(module: Module, checkpoint: Checkpoint, file: HashedFile, thre
 
 def _write_quantized(module: Module, checkpoint: Checkpoint, file: HashedFile, threads: Workers, progress) -> None:
     """Scales and biases stand behind all codes in the file; they go to their places at once, so that none are held."""
-    read, precision = float_reader(module, checkpoint), module.precision
+    read, precision = finite_reader(module, checkpoint), module.precision
     ends = list(accumulate((t.nbytes for t in module.stored), initial=file.size))
     places = {".scales": ends[1], ".biases": ends[2]}
 

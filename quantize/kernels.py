@@ -73,6 +73,24 @@ def f32_to_bf16(x: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(x), np.uint16(0x7FC0), rounded)
 
 
+INFINITY = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F800000}  # bits; what is larger, less the sign, is NaN
+
+
+def first_nonfinite(raw: np.ndarray, dtype: str) -> int | None:
+    """The place in an array, read as flat, of its first NaN or infinite value; None if all are finite.
+
+    Args:
+        raw: of `dtype`, "BF16", "F16" or "F32", C-contiguous.
+    """
+    size = 8 * raw.itemsize
+    bits = raw.reshape(-1).view(f"<u{raw.itemsize}")
+    sign, infinity = 1 << size - 1, INFINITY[dtype]
+    # Positive ones are the largest of signed integers, negative ones the largest of unsigned: two passes, no arrays.
+    if not bits.size or (bits.view(f"<i{raw.itemsize}").max() < infinity and bits.max() < sign | infinity):
+        return None
+    return int(np.argmax((bits & (sign - 1)) >= infinity))
+
+
 def cast(raw: np.ndarray, source: str, target: str) -> tuple[np.ndarray, np.ndarray]:
     """Casts between float dtypes, to the nearest, ties to even (IEEE 754).
 

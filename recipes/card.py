@@ -133,6 +133,7 @@ def _how_it_was_made(made: dict) -> str:
     words += ["--recipe", name if ships else f"{name}.yaml"]
     words += ["--mtp", made["mtp"]["policy"]] if made["mtp"]["policy"] not in ("none", recipe["mtp"]) else []
     words += ["--experts", "affine"] if made["experts"]["requantize"] else []
+    words += ["--allow-nonfinite"] if made["allow_nonfinite"] else []
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
     return f"""## How it was made
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from .options import Finite, build_options, card_extra_option, given, hub_options, out_option, workers_option
+from .options import Finite, build_options, card_extra_option, convert_options, given, hub_options
 from .steps import (
     NOT_ON_THE_HUB,
     convert_source,
@@ -35,9 +35,7 @@ class Group(click.Group):
 
 @click.group(cls=Group, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
 @build_options
-@out_option
-@workers_option
-@card_extra_option
+@convert_options
 @click.option("--prompt", help="Text that the finished build continues.")
 @click.option("--max-tokens", type=click.IntRange(1), default=64, show_default=True, help="Tokens of that text.")
 @click.option("--no-verify", is_flag=True, help="Leave out the check of every group against the source.")
@@ -113,9 +111,7 @@ def plan(source, revision, stream, bits, recipe, mtp, keep_mtp_fp16, experts, as
 
 @cli.command()
 @build_options
-@out_option
-@workers_option
-@card_extra_option
+@convert_options
 def convert(**build):
     """Write the MLX repository, or go on with an interrupted run."""
     convert_source(**build)

@@ -37,6 +37,11 @@ def given(ctx: click.Context, param: click.Parameter, value: str | None) -> str 
     return value
 
 
+card_extra_option = click.option(
+    "--card-extra", type=click.Path(path_type=Path), metavar="FILE", help="Text of your own for the model card."
+)
+
+
 def build_options(command: Callable) -> Callable:
     """The options that decide a build."""
     for option in reversed(
@@ -68,20 +73,30 @@ def build_options(command: Callable) -> Callable:
     return command
 
 
-out_option = click.option(
-    "--out",
-    type=Folder(path_type=Path),
-    help="Folder to write; must be new, empty, or an interrupted run.  [default: <source>-mlx-<recipe>]",
-)
-
-
-card_extra_option = click.option(
-    "--card-extra", type=click.Path(path_type=Path), metavar="FILE", help="Text of your own for the model card."
-)
-
-workers_option = click.option(
-    "--workers", type=click.IntRange(1, 256), help="Threads; the bytes do not depend on it.  [default: one a processor]"
-)
+def convert_options(command: Callable) -> Callable:
+    """The options of a conversion proper."""
+    for option in reversed(
+        (
+            click.option(
+                "--out",
+                type=Folder(path_type=Path),
+                help="Folder to write; must be new, empty, or an interrupted run.  [default: <source>-mlx-<recipe>]",
+            ),
+            click.option(
+                "--workers",
+                type=click.IntRange(1, 256),
+                help="Threads; the bytes do not depend on it.  [default: one a processor]",
+            ),
+            click.option(
+                "--allow-nonfinite",
+                is_flag=True,
+                help="Keep NaN and infinite values in tensors that are not quantized.",
+            ),
+            card_extra_option,
+        )
+    ):
+        command = option(command)
+    return command
 
 
 def hub_options(command: Callable) -> Callable:

@@ -40,7 +40,14 @@ class Job:
         return sum(m.source_nbytes for m in self.plan.modules)
 
 
-def prepare(source: str, recipe: str, mtp: str | None, experts: str | None = None, revision: str | None = None) -> Job:
+def prepare(
+    source: str,
+    recipe: str,
+    mtp: str | None,
+    experts: str | None = None,
+    revision: str | None = None,
+    allow_nonfinite: bool = False,
+) -> Job:
     """Finds and opens the source, and plans its conversion; headers only.
 
     Args:
@@ -49,12 +56,13 @@ def prepare(source: str, recipe: str, mtp: str | None, experts: str | None = Non
         mtp: an MTP policy that overrides the recipe's.
         experts: "affine" to quantize NVFP4 experts again where the recipe gives them 4 bits.
         revision: of a Hub repository: branch, tag or commit.
+        allow_nonfinite: see `make_plan`.
     Raises:
         SourceError, RecipeError.
     """
     rules = load_recipe(recipe)
     found, checkpoint = open_source(source, revision)
-    return Job(found, checkpoint, make_plan(checkpoint, rules, mtp, experts == "affine"))
+    return Job(found, checkpoint, make_plan(checkpoint, rules, mtp, experts == "affine", allow_nonfinite))
 
 
 def open_source(source: str, revision: str | None = None) -> tuple[Source, Checkpoint]:

@@ -10,7 +10,19 @@ NOT_ON_THE_HUB = "--stream is for a source on the Hub; this one is on this machi
 
 
 def convert_source(
-    source, revision, stream, bits, recipe, mtp, keep_mtp_fp16, experts, out, workers, card_extra, compare: bool = False
+    source: str,
+    revision: str | None,
+    stream: bool,
+    bits: str | None,
+    recipe: str | None,
+    mtp: str | None,
+    keep_mtp_fp16: bool,
+    experts: str | None,
+    out: Path | None,
+    workers: int | None,
+    allow_nonfinite: bool,
+    card_extra: Path | None,
+    compare: bool = False,
 ):
     """Converts, or finds that this is done; with `compare`, each shard is compared with the source on the way."""
     from ..convert.journal import check_unused
@@ -27,7 +39,7 @@ def convert_source(
     finished = is_finished(out)
     if not finished:
         check_unused(out)
-    job = pipeline.prepare(source, recipe, mtp, experts, revision)
+    job = pipeline.prepare(source, recipe, mtp, experts, revision, allow_nonfinite)
     if stream and not job.source.files:
         raise click.UsageError(NOT_ON_THE_HUB)
     if finished:

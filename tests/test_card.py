@@ -156,6 +156,7 @@ def test_names_from_elsewhere_are_only_text():
         "converter": {"version": "1"},
         "card": {"name": "n", "repo": None, "extra": None},
         "mtp": {"policy": "none"},
+        "allow_nonfinite": False,
         "experts": {"from": "BF16", "requantize": False, "requantized": None},
         "total_parameters": 1,
         "total_bytes": 2,
