@@ -20,6 +20,7 @@ class Journal:
     """What an unfinished run has done, beside its shards; see `open_journal`.
 
     Args:
+        source: its `id`, `revision` and `fingerprint`.
         shards: finished ones.
         requantized: `losses.requantization_errors` of what is in them.
     """
@@ -29,6 +30,7 @@ class Journal:
     version: str
     recipe: str
     mtp: str
+    source: dict
     shards: dict[str, Written] = field(default_factory=dict)
     requantized: dict[str, list[float]] = field(default_factory=dict)
 
@@ -46,13 +48,15 @@ class Journal:
             self.remove()
 
 
-def open_journal(out: Path, plan: Plan, version: str) -> Journal:
+def open_journal(out: Path, plan: Plan, version: str, source: dict) -> Journal:
     """The journal, in a folder that `sole_run` holds, of a new run, or of an interrupted run of the same plan.
 
+    Args:
+        source: see `Journal`.
     Raises:
-        OutputError: the folder is in use for something else, or for another plan.
+        OutputError: the folder is in use for something else, for another plan, or for another source.
     """
-    fresh = Journal(out / JOURNAL, plan.plan_hash, version, plan.recipe.name, plan.mtp)
+    fresh = Journal(out / JOURNAL, plan.plan_hash, version, plan.recipe.name, plan.mtp, source)
     if not fresh.path.exists():
         check_unused(out)
         fresh.save()
@@ -71,11 +75,13 @@ def open_journal(out: Path, plan: Plan, version: str) -> Journal:
 
 
 def other_run(theirs: dict, mine: dict) -> str:
-    """What a run has other than this one; empty if nothing: of `version`, `recipe`, `mtp` and `plan_hash`."""
+    """What a run has other than this one: of `version`, `recipe`, `mtp`, `plan_hash` and `source`; empty if nothing."""
     differs = [k for k in ("version", "recipe", "mtp", "plan_hash") if theirs[k] != mine[k]]
     if differs == ["plan_hash"]:
         return "another source, other rules or other --experts"
-    return f"another {differs[0]}" if differs else ""
+    if differs:
+        return f"another {differs[0]}"
+    return "" if theirs["source"]["fingerprint"] == mine["source"]["fingerprint"] else "other weights of its source"
 
 
 @contextmanager

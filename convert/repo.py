@@ -9,6 +9,7 @@ from pathlib import Path
 from ..quantize.errors import OutputError, SourceError
 from .checkpoint import INDEX, Checkpoint, read_json, read_whole
 from .config import MODEL_FILE, built_config
+from .fingerprint import fingerprint
 from .hub import Source
 from .journal import JOURNAL, check_unused, open_journal, other_run, sole_run
 from .losses import Losses, cast_modules, check_casts, requantization
@@ -65,8 +66,9 @@ def write_repo(
     if isinstance(supply, AtHand):  # else every output's scales before it is written
         check_expert_scales(checkpoint, sorted({m.source for m in plan.modules if m.source_dtype == "NVFP4"}))
     check_unused(out)
+    origin = origin_of(source, checkpoint)
     with sole_run(out):
-        journal = open_journal(out, plan, version("motif-convert"))
+        journal = open_journal(out, plan, version("motif-convert"), origin)
         try:
             supply.have(frozenset(checkpoint.tensors[s].shard for m in cast_modules(plan) for s in m.sources))
             casts = check_casts(plan, checkpoint)
@@ -77,7 +79,7 @@ def write_repo(
             raise
         supply.close()
         losses = Losses(casts, requantization(plan, journal.requantized))
-        made = _provenance(plan, source, losses) | {"card": card_facts}
+        made = _provenance(plan, origin, losses) | {"card": card_facts}
         contents = copied | {
             MODEL_FILE: (files(__package__) / MODEL_FILE).read_bytes(),
             "README.md": card(made).encode(),
@@ -93,25 +95,46 @@ def write_repo(
     return made
 
 
+def origin_of(source: Source, checkpoint: Checkpoint) -> dict:
+    """`id`, `revision` and `fingerprint` of a source, as journal and provenance have them. Raises SourceError."""
+    shards = {t.shard for t in checkpoint.tensors.values()}
+    return {"id": source.id, "revision": source.revision, "fingerprint": fingerprint(source, shards)}
+
+
+def begun_at(out: Path, source: str) -> str | None:
+    """The commit of a Hub repository at which a build of it was begun, or finished, in a folder; None if none was."""
+    for path in (p for p in (out / JOURNAL, out / PROVENANCE) if p.is_file()):
+        try:
+            origin = read_json(path)[0]["source"]
+            if origin["id"] == source:
+                return str(origin["revision"]) if origin["revision"] else None
+        except (SourceError, KeyError, TypeError):
+            continue
+    return None
+
+
 def is_finished(out: Path) -> bool:
     """Whether a folder holds a build that a conversion has finished."""
     return not (out / JOURNAL).exists() and (out / PROVENANCE).is_file() and (out / "config.json").is_file()
 
 
-def check_is_build_of(out: Path, plan: Plan) -> None:
+def check_is_build_of(out: Path, plan: Plan, origin: dict) -> None:
     """Refuses a finished build that this version would not have written by this plan, or that lacks files.
 
+    Args:
+        origin: see `origin_of`.
     Raises:
         OutputError: naming the folder.
     """
     made, _ = read_json(out / PROVENANCE)
     try:
         theirs = {"recipe": made["recipe"]["name"], "mtp": made["mtp"]["policy"], "plan_hash": made["plan_hash"]}
+        theirs["source"] = {"fingerprint": made["source"]["fingerprint"]}
         theirs["version"], sizes = made["converter"]["version"], {n: f["size"] for n, f in made["files"].items()}
     except (KeyError, TypeError, AttributeError):
         raise OutputError(f"{out}: its {PROVENANCE} is not what motif-convert writes; choose another --out") from None
     mine = {"version": version("motif-convert"), "recipe": plan.recipe.name, "mtp": plan.mtp}
-    if differs := other_run(theirs, mine | {"plan_hash": plan.plan_hash}):
+    if differs := other_run(theirs, mine | {"plan_hash": plan.plan_hash, "source": origin}):
         raise OutputError(
             f"{out}: holds a finished build with {differs}, and nothing in it is overwritten; choose another --out"
         )
@@ -131,17 +154,12 @@ def _to_copy(folder: Path) -> list[Path]:
         raise OutputError(f"{folder}: could not be read: {e.strerror}") from None
 
 
-def _provenance(plan: Plan, source: Source, losses: Losses) -> dict:
+def _provenance(plan: Plan, origin: dict, losses: Losses) -> dict:
     keys = plan.config_keys()
     return {
         "format": PROVENANCE_FORMAT,
         "converter": {"name": "motif-convert", "version": version("motif-convert")},
-        "source": {
-            "id": source.id,
-            "revision": source.revision,
-            "config_sha256": plan.config_sha256,
-            "index_sha256": plan.index_sha256,
-        },
+        "source": origin | {"config_sha256": plan.config_sha256, "index_sha256": plan.index_sha256},
         "recipe": plan.recipe.as_dict(),
         "mtp": {
             "policy": plan.mtp,

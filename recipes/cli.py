@@ -101,6 +101,8 @@ def plan(source, revision, stream, bits, recipe, mtp, keep_mtp_fp16, experts, as
 
     recipe, mtp = recipe_of(bits, recipe), mtp_of(mtp, keep_mtp_fp16)
     job = prepare(source, recipe, mtp, experts, revision)
+    if stream and not job.source.files:
+        raise click.UsageError(NOT_ON_THE_HUB)
     out = default_out(source, recipe, mtp)
     if as_json:
         disks = disk_json(job, out, stream)

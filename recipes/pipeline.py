@@ -1,5 +1,6 @@
 """The stages, composed: plan, convert, and a short generation. Later stages go where they are named."""
 
+import shutil
 from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from ..convert.hub import Source
 from ..convert.journal import sole_run
 from ..convert.plan import Plan
 from ..convert.planner import make_plan
-from ..convert.repo import PROVENANCE, write_repo
+from ..convert.repo import PROVENANCE, origin_of, write_repo
 from ..convert.sources import find_source, shard_reader, source_name
 from ..convert.supply import AtHand, Downloads, shard_needs
 from ..quantize.errors import RecipeError, SourceError
@@ -38,6 +39,10 @@ class Job:
     @property
     def source_bytes(self) -> int:
         return sum(m.source_nbytes for m in self.plan.modules)
+
+    @property
+    def fingerprint(self) -> str:
+        return origin_of(self.source, self.checkpoint)["fingerprint"]
 
 
 def prepare(
@@ -70,7 +75,10 @@ def open_source(source: str, revision: str | None = None) -> tuple[Source, Check
     if source == DEMO and revision is not None:
         raise SourceError("demo: has no revisions; --revision goes with a Hub repo id")
     found = _demo() if source == DEMO else find_source(source, revision)
-    return found, open_checkpoint(found.folder, shard_reader(found), found.files)
+    try:
+        return found, open_checkpoint(found.folder, shard_reader(found), found.files)
+    except SourceError as e:
+        raise SourceError(str(e).replace(str(found.folder), found.id)) if found.files else e from None
 
 
 def fetch_shards(source: Source, shards: Iterable[str], progress: Callable[[int, str], None]) -> None:
@@ -90,6 +98,7 @@ def source_of(folder: Path) -> tuple[str, str | None]:
     Raises:
         SourceError: it names none that can be found from here.
     """
+    check_is_build(folder)
     made = read_json(folder / PROVENANCE)[0]
     stated = made.get("source") if isinstance(made.get("source"), dict) else {}
     name, revision = stated.get("id"), stated.get("revision")
@@ -139,8 +148,8 @@ def convert(
     supply = Downloads(job.source, downloaded, into) if job.source.files else AtHand()
     with job.checkpoint as checkpoint, closing(supply):
         checkpoint.shard_folder = into or checkpoint.folder
-        inspection = Comparisons(out, job.plan, checkpoint, workers, compared) if compared else None
-        return write_repo(
+        inspection = Comparisons(out, job.plan, checkpoint, job.fingerprint, workers, compared) if compared else None
+        made = write_repo(
             job.plan,
             checkpoint,
             job.source,
@@ -152,6 +161,9 @@ def convert(
             supply,
             inspection,
         )
+        if not stream:  # what an interrupted run with it has left
+            shutil.rmtree(out / STREAMED, ignore_errors=True)
+        return made
 
 
 def job_of_build(folder: Path, source: Source, checkpoint: Checkpoint) -> Job | None:
@@ -188,7 +200,7 @@ def verify_streamed(
     into = folder / STREAMED
     with sole_run(folder), job.checkpoint as checkpoint, closing(Downloads(job.source, downloaded, into)) as supply:
         checkpoint.shard_folder = into
-        compared = Comparisons(folder, job.plan, checkpoint, workers, progress)
+        compared = Comparisons(folder, job.plan, checkpoint, job.fingerprint, workers, progress)
         for name in supply.begin({n: s for n, s in needs.items() if compared.lacks(n, recorded.get(n))}):
             supply.need(name)
             compared.compare(name)
@@ -222,6 +234,7 @@ def smoke(
     from ..validate.smoke import load_build, read_prompts, read_text
     from ..validate.smoke import smoke as run
 
+    check_is_build(folder)
     recipe = read_provenance(folder).recipe
     minimum = recipe.min_acceptance if minimum is None else minimum
     asked, corpus = read_prompts(prompts), read_text(text)

@@ -26,7 +26,7 @@ def convert_source(
 ):
     """Converts, or finds that this is done; with `compare`, each shard is compared with the source on the way."""
     from ..convert.journal import check_unused
-    from ..convert.repo import check_is_build_of, is_finished
+    from ..convert.repo import begun_at, check_is_build_of, is_finished, origin_of
     from ..convert.stream import left_to_mlx
     from . import card, pipeline
     from .disk import check_space, download_of
@@ -39,11 +39,13 @@ def convert_source(
     finished = is_finished(out)
     if not finished:
         check_unused(out)
+    if revision is None and (revision := begun_at(out, source)):
+        say(f"{out} was begun at commit {revision} of {source}: going on with that one.")
     job = pipeline.prepare(source, recipe, mtp, experts, revision, allow_nonfinite)
     if stream and not job.source.files:
         raise click.UsageError(NOT_ON_THE_HUB)
     if finished:
-        check_is_build_of(out, job.plan)
+        check_is_build_of(out, job.plan, origin_of(job.source, job.checkpoint))
         say(f"Complete already: {out}")
         if extra:
             write_card(out, extra)

@@ -62,7 +62,7 @@ def quantize(source: Path, out: Path) -> None:
     with open_checkpoint(source) as checkpoint:
         plan = plan_of(checkpoint)
         out.mkdir()
-        journal = open_journal(out, plan, "bench")
+        journal = open_journal(out, plan, "bench", {"fingerprint": ""})
         write_shards(plan, checkpoint, journal, lambda count, name: None)
         (out / "model.safetensors.index.json").write_bytes(index_json(plan))
         how = FOUR_BITS.as_config()

@@ -407,6 +407,40 @@ def test_a_streamed_run_is_killed_and_compares_what_it_has_not(streamed, ten, tm
     assert json.loads((tmp_path / "out" / "validation.json").read_text())["passed"]
 
 
+def moved_weights(server, ten) -> None:
+    """New weights of the same names and sizes on the branch: a fine-tune, whose config and index are the old ones."""
+    shards = {p.name: bytearray(p.read_bytes()) for p in ten.glob("*.safetensors")}
+    for data in shards.values():
+        data[-4:-2] = b"\x80\x3f"
+    server.commit("acme/ten", {name: bytes(data) for name, data in shards.items()})
+
+
+@pytest.mark.parametrize("stream", [(), ("--stream",)], ids=["cache", "stream"])
+def test_an_interrupted_build_stays_with_its_commit(stream, streamed, ten, tmp_path):
+    command, server = streamed
+    first = server.repo("acme/ten").find("main").oid
+    server.fail(Fault("GET", "safetensors", times=None, pause=0.002, chunk=1 << 16))
+    options = ("--source", "acme/ten", "--out", "out", "--max-tokens", "2", *stream)
+    process = command(*options)
+    while process.poll() is None and len(list((tmp_path / "out").glob("model*"))) < 3:
+        time.sleep(0.002)
+    process.kill()
+    process.communicate()
+    server.heal()
+    moved_weights(server, ten)
+    code, said = ended(command(*options, "--revision", "main"))
+    assert code == 2
+    assert "other weights of its source" in said
+    code, said = ended(command(*options))
+    assert code == 0, said
+    assert f"begun at commit {first}" in said
+    assert json.loads((tmp_path / "out" / "motif-convert.json").read_text())["source"]["revision"] == first
+    assert ended(command("verify", "out", "--source", str(ten)))[0] == 0
+    code, said = ended(command("convert", "--source", "acme/ten", "--out", "out", "--revision", "main"))
+    assert (code, "other weights" in said) == (2, True), "nor is a finished one taken for another"
+    assert ended(command("convert", "--source", "acme/ten", "--out", "out"))[0] == 0
+
+
 def test_verify_streamed_finds_what_differs(streamed, ten, tmp_path):
     command, _ = streamed
     assert ended(command("convert", "--source", "acme/ten", "--out", "out", "--stream"))[0] == 0

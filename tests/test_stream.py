@@ -288,6 +288,21 @@ def test_killed_in_any_shard_then_finished(sharded_job, sharded, tmp_path):
         assert {p: (p.stat().st_ino, p.stat().st_mtime_ns) for p in before} == before
 
 
+def test_interrupted_run_with_other_weights_of_the_same_names(sharded, sharded_job, tmp_path):
+    """A fine-tune of the model that was begun with: its config and its index are the same."""
+    source = Path(shutil.copytree(TINY, tmp_path / "source"))
+    shard = sorted(source.glob("*.safetensors"))[-1]
+    data = bytearray(shard.read_bytes())
+    data[-4:-2] = b"\x80\x3f"
+    shard.write_bytes(data)
+    other = prepare(str(source), "4.5bit", None)
+    out = Path(shutil.copytree(sharded[1][-1], tmp_path / "out"))
+    before = contents(out)
+    with pytest.raises(OutputError, match="other weights of its source"):
+        run(replace(other, plan=replace(other.plan, modules=sharded_job.plan.modules)), out)
+    assert contents(out) == before
+
+
 class FlipsABit(Comparisons):
     """The disk, or the memory, of a machine at fault: what is read back of a shard is not what was written."""
 
@@ -304,7 +319,7 @@ def test_what_is_read_back_wrong_is_written_again(sharded_job, sharded, tmp_path
     job, out = sharded_job, tmp_path / "out"
 
     def write(inspection: type[Comparisons]) -> None:
-        looks = inspection(out, job.plan, job.checkpoint)
+        looks = inspection(out, job.plan, job.checkpoint, job.fingerprint)
         write_repo(
             job.plan, job.checkpoint, job.source, out, lambda made: "card", {}, lambda n, name: None, inspection=looks
         )

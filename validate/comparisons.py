@@ -43,6 +43,7 @@ class Comparisons:
 
     Args:
         out: the build, finished or not.
+        fingerprint: of the source's weights; what was compared with others does not count.
         workers: processes; None for as many as fit the work.
         progress: called with bytes of source that were compared since the last call.
     """
@@ -52,10 +53,11 @@ class Comparisons:
         out: Path,
         plan: Plan,
         checkpoint: Checkpoint,
+        fingerprint: str,
         workers: int | None = None,
         progress: Callable[[int], None] = lambda _: None,
     ):
-        self.out, self.plan, self.checkpoint = out, plan, checkpoint
+        self.out, self.plan, self.checkpoint, self.fingerprint = out, plan, checkpoint, fingerprint
         self.workers, self.progress = workers, progress
         self.of: dict[str, Compared] = {}
         for shard in plan.shards:
@@ -110,7 +112,11 @@ class Comparisons:
         return self._key() | {"sha256": found.sha256, "results": rows}
 
     def _key(self) -> dict:
-        return {"version": version("motif-convert"), "plan_hash": self.plan.plan_hash}
+        return {
+            "version": version("motif-convert"),
+            "plan_hash": self.plan.plan_hash,
+            "fingerprint": self.fingerprint,
+        }
 
     def _read(self, shard: str) -> Compared | None:
         """What an earlier run kept of a shard; None if that is of another plan, or can't be read."""
