@@ -155,7 +155,7 @@ class Downloads:
     def close(self) -> None:
         """Ends all downloads; what was held for a while goes when every output is finished."""
         self._stop.set()
-        self._pool.shutdown(cancel_futures=True)
+        self._pool.shutdown(wait=False, cancel_futures=True)
         if self.into and not self._needs:
             shutil.rmtree(self.into, ignore_errors=True)
 

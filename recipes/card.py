@@ -19,7 +19,7 @@ from ..validate.inspect import inspect_repo
 from ..validate.provenance import read_provenance
 from .card_text import evidence_section, plain
 from .recipe import built_in, load_recipe, recipe_yaml
-from .show import experts_sentence, families_table, markdown_table, mtp_sentence
+from .show import experts_sentence, families_table, human_bytes, markdown_table, mtp_sentence
 
 CARD = "README.md"
 DEMO_ID = "demo-motif3"
@@ -27,6 +27,9 @@ BEFORE = ".README.md.before"  # a card that was changed by hand, kept when it is
 MAX_CARD_BYTES = 4 << 20
 FRONT_MATTER = re.compile(r"\s*---[\r\n]+(.*?)[\r\n]+---(?:[\r\n]|$)", re.DOTALL)  # what the Hub takes for it
 TAKEN = ("license", "license_name", "license_link", "language")  # of the source's own card
+DRAFTING = (
+    "\n\n`mlx_lm.generate` decodes without it. Runtimes that draft call `model.mtp_forward`, as `motif.py` describes."
+)
 FENCE = re.compile(r"^ {0,3}(`{3,}|~{3,})(.*)$", re.MULTILINE)
 
 
@@ -80,8 +83,8 @@ def make_card(made: dict, families: list[dict], evidence: dict) -> str:
     """The card's text.
 
     Args:
-        made: motif-convert.json, with `card`: the source's license and languages, `extra` and `repo`; nothing is
-            assumed of what is not there.
+        made: motif-convert.json, with `card`: the source's license and languages, `name`, `extra`, and once published
+            `repo` and `branch` (None for main); nothing is assumed of what is not there.
         families: see `Plan.families` and `inspect_repo`.
         evidence: validation.json; empty where nothing was measured yet.
     """
@@ -98,25 +101,34 @@ def make_card(made: dict, families: list[dict], evidence: dict) -> str:
         f"---\n{front}---",
         f"# {plain(source['id'].rsplit('/', 1)[-1])} {recipe['name']} for MLX",
         f"Made from {made_from}{revision} by `motif-convert` {made['converter']['version']} with the recipe "
-        f"`{recipe['name']}`:\n{made['total_parameters']:,} parameters in {made['total_bytes']:,} bytes, "
-        f"{made['bits_per_weight']:.3f} bits per weight.",
+        f"`{recipe['name']}`:\n{plain(recipe['description']) or 'see below.'}",
+        f"{made['total_parameters']:,} parameters in {made['total_bytes']:,} bytes "
+        f"({human_bytes(made['total_bytes'])}), {made['bits_per_weight']:.3f} bits per weight. "
+        "Loading it takes as much memory.",
     ]
     if "license" not in card:
         parts.append("The source states no license in its card; ask its authors before you publish.")
     if card.get("extra"):
         parts.append(card["extra"])
+    total = ("total", f"{made['total_parameters']:,}", human_bytes(made["total_bytes"]))
+    total += (f"{made['bits_per_weight']:.3f}", "")
+    model = card["repo"] or card["name"]
+    download = ""
+    if card["repo"] and card["branch"]:
+        model = card["name"]
+        download = f"hf download {card['repo']} --revision {shlex.quote(card['branch'])} --local-dir {model}\n"
     parts += [
         f"""## Use
 
 ```sh
 pip install mlx-lm
-mlx_lm.generate --model {card["repo"] or card["name"]} --trust-remote-code --prompt "Hello" --max-tokens 200
+{download}mlx_lm.generate --model {model} --trust-remote-code --prompt "Hello" --max-tokens 200
 ```
 
 mlx-lm does not know Motif-3 itself: it takes the architecture from `motif.py` in this repository, and
 `--trust-remote-code` allows that. The file needs nothing but mlx and mlx-lm; read it first.""",
-        f"## MTP head\n\n{mtp_sentence(made)}",
-        f"## Precision\n\n{markdown_table(families_table(families))}",
+        f"## MTP head\n\n{mtp_sentence(made)}{DRAFTING if made['mtp']['policy'] not in ('none', 'drop') else ''}",
+        f"## Precision\n\n{markdown_table([*families_table(families), total])}",
     ]
     if made["experts"]["from"].startswith("NVFP4"):
         parts.append(experts_sentence(made))
@@ -151,18 +163,18 @@ The same version makes the same bytes of it. `motif-convert.json` holds the reci
 hash of every file here."""
 
 
-def renewed(out: Path, evidence: dict, repo: str | None = None) -> dict[str, bytes]:
+def renewed(out: Path, evidence: dict, facts: dict | None = None) -> dict[str, bytes]:
     """README.md as it now should be, and motif-convert.json with its hash.
 
     Args:
         evidence: validation.json.
-        repo: where the build is published; None for where it was said to be before.
+        facts: what else is to be noted, such as `repo`, where the build is published.
     Raises:
         SourceError: not a build that can be read.
     """
     made, _ = read_json(out / PROVENANCE)
     try:
-        made["card"] = made["card"] | ({"repo": repo} if repo else {})
+        made["card"] = made["card"] | (facts or {})
         card = make_card(made, inspect_repo(out)["families"], evidence).encode()
         made["files"] = made["files"] | {CARD: Written.of(card).as_dict()}
     except (KeyError, TypeError, ValueError, AttributeError):
@@ -205,19 +217,19 @@ def replace_card(out: Path, extra: str | None) -> bool:
     if by_hand:
         write_file(out / BEFORE, (out / CARD).read_bytes())
     if extra is not None:
-        note(out, "extra", extra)
+        note(out, {"extra": extra})
     write_card(out, renewed(out, evidence_of(out)))
     return by_hand
 
 
-def note(out: Path, key: str, value: str) -> None:
-    """Puts a fact for the card into motif-convert.json: before the card has it, so that it can be made again.
+def note(out: Path, facts: dict) -> None:
+    """Puts facts for the card into motif-convert.json: before the card has it, so that it can be made again.
 
     Raises:
         SourceError, OutputError.
     """
     made, _ = read_json(out / PROVENANCE)
-    made["card"] = made["card"] | {key: value}
+    made["card"] = made["card"] | facts
     write_file(out / PROVENANCE, as_json(made))
 
 

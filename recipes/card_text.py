@@ -2,7 +2,7 @@
 
 import re
 
-from .show import draft_row, markdown_table, percent
+from .show import draft_row, markdown_table, percent, variety
 
 SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~$])")
 
@@ -18,6 +18,8 @@ def evidence_section(evidence: dict) -> str:
     parts = ["## Evidence"]
     if evidence.get("forced"):
         parts.append(f"**Published with `--force`, though it had not passed:** {plain(evidence['forced'])}.")
+    if verified:
+        parts.append("**Passed.**" if evidence["passed"] else "**Not passed.**")
     parts += _verification(verified) if verified else ["Not verified: its weights were not compared with the source."]
     parts += _drafting(smoked) if smoked else ["The drafts of the MTP head were not measured."]
     if heads:
@@ -56,7 +58,8 @@ def _verification(found: dict) -> list[str]:
         for f in found["families"]
     ]
     meaning = (
-        "Worst step is the largest error of a decoded weight, in steps of its group's scale; SNR is the power of the "
+        "Worst step is the largest error of a decoded weight, in steps of its group's scale: rounding takes half a "
+        "step, and up to 1.5 where a code sits at its end stop so that zero stays exact. SNR is the power of the "
         "weights over that of their errors, where something was rounded."
     )
     return [lead, markdown_table(rows), meaning]
@@ -70,12 +73,14 @@ def _drafting(smoked: dict) -> list[str]:
         "over drafts made, with its 95 % Wilson interval. Greedy: a draft is accepted if it is the body's own most "
         f"likely token. Sampled: by speculative sampling at temperature {smoked['temperature']:g}."
     )
-    rows = [("prompt", "drafted", "accepted", "acceptance", "95 % interval", "tokens/step")]
+    rows = [("prompt", "drafted", "accepted", "acceptance", "95 % interval", "tokens/step", "4-grams")]
     for kind in ("greedy", "sampled"):
         named = [(plain(p["name"]), p[kind]) for p in smoked["prompts"]] + [("all", smoked[kind])]
-        rows += [draft_row(f"{name} ({kind})", rates) for name, rates in named]
+        rows += [(*draft_row(f"{name} ({kind})", rates), variety(rates)) for name, rates in named]
     same = "the tokens of decoding without drafts" if smoked["lossless"] else "**not** the tokens without drafts"
     lines = [
+        "- 4-grams: different runs of four tokens over all of them. A text that repeats itself has few, and drafts are "
+        "easy in it.",
         f"- With drafts it writes {same}.",
         f"- Over {forced['positions']:,} tokens of given text, the head's most likely token is the body's at "
         f"{percent(forced['agreement'])} of the places; at temperature {smoked['temperature']:g} "

@@ -10,6 +10,7 @@ import click
 from .options import Finite, build_options, card_extra_option, convert_options, given, hub_options
 from .steps import (
     NOT_ON_THE_HUB,
+    SAID,
     convert_source,
     fetch,
     generate_text,
@@ -55,20 +56,20 @@ def cli(ctx, prompt, max_tokens, no_verify, upload, private, create_pr, **build)
             option = "--" + misplaced[0].replace("_", "-")
             raise click.UsageError(f"{option} stands before {ctx.invoked_subcommand}; put options after the command")
         return
-    from ..validate.evidence import read_evidence
+    from ..validate.evidence import evidence_of
     from ..validate.generate import PROMPT, why_not
 
     target = _target_of_build(no_verify, upload, private, create_pr)
     stream = build["stream"]
-    job, out = convert_source(**build, compare=stream and not no_verify)
+    job, out, new = convert_source(**build, compare=stream and not no_verify)
     reason = why_not(out, job.plan.total_bytes)
     if reason:
         say(f"No text generated: {reason}.")
     else:
         generate_text(out, PROMPT if prompt is None else prompt, max_tokens)
     evidence, failed = None, False
-    if not no_verify and stream and verified_before(out):
-        evidence = read_evidence(out)
+    if not no_verify and not new and verified_before(out):
+        evidence = evidence_of(out)
     elif not no_verify:
         found = (
             verify_streamed(out, job.source, job.checkpoint, None)
@@ -76,7 +77,10 @@ def cli(ctx, prompt, max_tokens, no_verify, upload, private, create_pr, **build)
             else verify_build(out, job.checkpoint, None, None)
         )
         evidence, failed = record_verification(out, found.as_dict(), found.passed), not found.passed
-    if not reason and job.plan.has_mtp:
+    if not new and (before := evidence_of(out))["smoke"]:
+        say("Drafts measured before: validation.json stands.")
+        evidence, failed = before, failed or not before["smoke"]["passed"]
+    elif not reason and job.plan.has_mtp:
         evidence = smoke_build(out, job.plan.recipe.min_acceptance)
         failed |= not evidence["smoke"]["passed"]
     if evidence is not None:
@@ -256,8 +260,11 @@ def main() -> None:
     except click.ClickException as e:
         e.show()
         sys.exit(2)
-    except (click.Abort, KeyboardInterrupt):
-        sys.exit(130)
+    except (click.Abort, KeyboardInterrupt) as e:
+        if SAID not in e.args:
+            say("Interrupted.")
+        sys.stdout.flush()
+        os._exit(130)  # not after what threads still wait for
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)

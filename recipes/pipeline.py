@@ -155,7 +155,7 @@ def convert(
             job.source,
             out,
             lambda made: make_card(made, job.plan.families(), {}),
-            source_metadata(checkpoint) | {"name": name, "extra": extra, "repo": None},
+            source_metadata(checkpoint) | {"name": name, "extra": extra, "repo": None, "branch": None},
             progress,
             workers,
             supply,

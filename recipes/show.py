@@ -221,12 +221,15 @@ def draft_row(name: str, rates: dict) -> tuple[str, ...]:
     )
 
 
+def variety(rates: dict) -> str:
+    """The share of different 4-grams in a run's text; a dash for several runs together."""
+    return percent(rates.get("text", {}).get("distinct_4grams"))
+
+
 def _text_cells(rates: dict, lossless: bool | None) -> tuple[str, str]:
     if not rates["drafted"]:
         return "-", "-"
-    return percent(
-        rates.get("text", {}).get("distinct_4grams")
-    ), "-" if lossless is None else "yes" if lossless else "NO"
+    return variety(rates), "-" if lossless is None else "yes" if lossless else "NO"
 
 
 def heads_text(rows: list[dict]) -> str:

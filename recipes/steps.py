@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+SAID = "said"  # of an interruption
 NOT_ON_THE_HUB = "--stream is for a source on the Hub; this one is on this machine already"
 
 
@@ -24,7 +25,11 @@ def convert_source(
     card_extra: Path | None,
     compare: bool = False,
 ):
-    """Converts, or finds that this is done; with `compare`, each shard is compared with the source on the way."""
+    """Converts, or finds that this is done; with `compare`, each shard is compared with the source on the way.
+
+    Returns:
+        The job, the folder, and whether the build is new.
+    """
     from ..convert.journal import check_unused
     from ..convert.repo import begun_at, check_is_build_of, is_finished, origin_of
     from ..convert.stream import left_to_mlx
@@ -49,7 +54,7 @@ def convert_source(
         say(f"Complete already: {out}")
         if extra:
             write_card(out, extra)
-        return job, out
+        return job, out, False
     show_plan(job, out, stream, say)
     check_space(job, out, stream)
     for reason, nbytes in left_to_mlx(job.plan).items():
@@ -71,7 +76,7 @@ def convert_source(
         )
     except KeyboardInterrupt:
         say(f"Interrupted. Run the same command again (--out {out}) to go on.")
-        raise
+        raise KeyboardInterrupt(SAID) from None
     finally:
         for bar in (progress, downloaded, compared):
             if bar:
@@ -80,7 +85,7 @@ def convert_source(
     if made["experts"]["requantized"]:
         say(experts_sentence(made))
     say(f"Written: {out}")
-    return job, out
+    return job, out, True
 
 
 def show_plan(job, out: Path, stream: bool, say: Callable[[str], None]) -> None:
@@ -188,7 +193,7 @@ def verify_streamed(folder: Path, source, checkpoint, workers: int | None, quiet
             found = pipeline.verify_streamed(folder, job, workers, lambda n: progress(n, "verify"), downloaded)
         except KeyboardInterrupt:
             say("Interrupted. Run the same command again to go on.")
-            raise
+            raise KeyboardInterrupt(SAID) from None
         finally:
             progress.close()
             downloaded.close()
@@ -270,7 +275,8 @@ def upload_build(folder, target, again: str, force: bool = False, dry_run: bool 
         done = run(folder, target, force, dry_run, say, lambda p: None if as_json else click.echo(push_text(p)))
     click.echo(json.dumps(done.as_dict(), indent=1) if as_json else upload_text(done))
     if done.problems and done.plan and not done.pushed:
-        say("--force publishes it all the same, and records that.")
+        first = f"Run `motif-convert verify {folder}` first. " if "verify not run" in done.problems[0] else ""
+        say(f"{first}--force publishes it all the same, and records that.")
     return not done.problems
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from ..convert.account import Target, find_target
+from ..convert.account import MAIN, Target, find_target
 from ..convert.patience import keep_quiet
 from ..convert.publish import Push, differences, earlier_files, hash_files, plan_push, remote_files
 from ..convert.push import Pushed, push
@@ -82,7 +82,11 @@ def upload(folder: Path, target: Target, force: bool, dry_run: bool, say: Say, s
     if weak and force:
         evidence["forced"] = "; ".join(what_lacks(evidence))
         contents[EVIDENCE] = as_json(evidence)
-    contents |= renewed(folder, evidence, target.repo)
+    if not evidence["smoke"] and provenance.mtp not in (None, "drop"):
+        say("The drafts of the MTP head were not measured, and the card says so; `motif-convert smoke` measures them.")
+    branch = None if target.pull_request or target.branch in (MAIN, "") else target.branch
+    facts = {"repo": target.repo, "branch": branch}
+    contents |= renewed(folder, evidence, facts)
     names = list(dict.fromkeys([*files_of(folder, provenance), *contents]))
     progress = Progress(sum((folder / n).stat().st_size for n in names if n not in contents), "check")
     try:
@@ -102,7 +106,7 @@ def upload(folder: Path, target: Target, force: bool, dry_run: bool, say: Say, s
         return Upload(plan, None, weak, [])
     if dry_run:
         return Upload(plan, None, [], weak)
-    note(folder, "repo", target.repo)
+    note(folder, facts)
     for name, data in contents.items():
         write_file(folder / name, data)
     pushed = _push(plan, provenance, weak, say)
@@ -148,7 +152,7 @@ def push_text(plan: Push) -> str:
     """A `Push`: every file, its size, and what becomes of it."""
     rows = [("file", "size", "action"), *((quoted(c.path), human_bytes(c.size), c.action) for c in plan.changes)]
     target, sent = plan.target, plan.to_send
-    new = " (new)" if target.head is None else ""
+    new = "" if target.head else " (new, private)" if target.private else " (new)"
     where = f"{target.repo}{new}, branch {target.branch}{' (new)' if target.new_branch else ''}"
     lines = [text_table(rows), "", f"To {where}{', as a pull request' if target.pull_request else ''}."]
     if plan.kept:
@@ -160,13 +164,15 @@ def push_text(plan: Push) -> str:
 
 def upload_text(done: Upload) -> str:
     """How an `Upload` ended."""
-    lines = [f"PROBLEM: {p}" for p in done.problems]
+    lines = [f"PROBLEM: {p}" for p in done.problems] + [f"FORCED: {f}" for f in done.forced]
+    if done.pushed is None and not done.problems:
+        return "\n".join([*lines, "Nothing was changed."])
     if done.pushed is None:
-        return "\n".join([*lines, "NOT uploaded." if lines else "Nothing was changed."])
+        return "\n".join([*lines, "NOT uploaded."])
     files, at = done.plan.files, f"commit {done.pushed.commit[:12]}"
     size = human_bytes(sum(f.size for f in files))
-    if lines:
+    if done.problems:
         return "\n".join([*lines, f"Uploaded, and NOT equal: {done.pushed.url}, {at}"])
     word = "Uploaded" if done.pushed.made else "Nothing to do, it is there"
     what = f"{len(files)} files, {size}: names, sizes and hashes equal those here"
-    return f"{word}: {done.pushed.url}, {at}; {what}."
+    return "\n".join([*lines, f"{word}: {done.pushed.url}, {at}; {what}."])

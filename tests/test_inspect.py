@@ -179,16 +179,16 @@ def test_source_checkpoint():
 
 
 def test_missing_folder(tmp_path):
-    assert_refused(tmp_path / "nothing", "config.json")
+    assert_refused(tmp_path / "nothing", "no such folder")
 
 
 def test_empty_folder(tmp_path):
-    assert_refused(tmp_path, "config.json")
+    assert_refused(tmp_path, "no such folder")
 
 
 def test_file(tmp_path):
     (tmp_path / "model.safetensors").touch()
-    assert_refused(tmp_path / "model.safetensors", "config.json")
+    assert_refused(tmp_path / "model.safetensors", "not a folder")
 
 
 def test_build_of_another_model(built, tmp_path):

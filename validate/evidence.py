@@ -87,7 +87,7 @@ def evidence_of(out: Path) -> dict:
     if old.get("format") == FORMAT and old.get("plan_hash") == plan_hash:
         evidence |= {k: old.get(k) if _has_shape(k, old.get(k)) else None for k in PARTS}
         evidence["forced"] = old.get("forced")
-    return evidence
+    return evidence | {"passed": not what_lacks(evidence)}
 
 
 def read_evidence(out: Path) -> dict:
@@ -136,7 +136,9 @@ def draw(out: Path, evidence: dict) -> None:
     _draw_size(size, found)
     state = "passed" if evidence["passed"] else "NOT passed" if evidence["verify"] else "not done: not verified"
     bits = f"{found['bits_per_weight']:.3f} bits per weight, " if found else ""
-    figure.suptitle(f"{out.resolve().name}: {bits}validation {state}")
+    card = ((found and found["provenance"]) or {}).get("card")
+    name = card["name"] if isinstance(card, dict) and "name" in card else out.resolve().name
+    figure.suptitle(f"{name}: {bits}validation {state}")
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=110, metadata={"Software": None})
     write_file(out / PICTURE, buffer.getvalue())

@@ -30,6 +30,8 @@ def inspect_repo(folder: Path) -> dict:
     Raises:
         SourceError: not such a repository, not whole, or an interrupted run's.
     """
+    if not folder.is_dir():
+        raise SourceError(f"{folder}: {'not a folder' if folder.exists() else 'no such folder'}")
     if (folder / JOURNAL).exists():
         raise SourceError(f"{folder}: an interrupted run; run the same command again to finish it")
     if not (folder / "config.json").exists():
