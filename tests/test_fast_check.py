@@ -277,7 +277,7 @@ def test_a_build_by_both_routes(tmp_path, monkeypatch, faulty):
     weights, rng = random_weights(config), np.random.default_rng(3)
     for w in (w for w in weights.values() if w.size > 1 << 18):
         places = rng.integers(0, w.size, 40)
-        w.reshape(-1)[places] = rng.choice([0x7FC1, 0xFF80, 0x7F00, 0x8000, 0x0001], 40)
+        w.reshape(-1)[places] = rng.choice([0x7F7F, 0xFF7F, 0x7F00, 0x8000, 0x0001], 40)
     source = write_checkpoint(tmp_path / "source", config, weights)
     job = pipeline.prepare(str(source), "4.5bit", "bf16")
     with job.checkpoint:

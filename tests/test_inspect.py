@@ -183,7 +183,7 @@ def test_missing_folder(tmp_path):
 
 
 def test_empty_folder(tmp_path):
-    assert_refused(tmp_path, "no such folder")
+    assert_refused(tmp_path, "config.json")
 
 
 def test_file(tmp_path):
