@@ -52,6 +52,13 @@ def read_range(source: Source, name: str, start: int, count: int) -> bytes:
     return data
 
 
+def own_folder() -> Path:
+    """Where this program keeps what is to outlive a run and is no part of a build: beside the Hub cache."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HOME) / "motif-convert"
+
+
 @contextmanager
 def hub_errors(repo: str, revision: str | None = None) -> Iterator[None]:
     """Says what went wrong between here and the Hub in a line. Raises SourceError."""

@@ -85,11 +85,13 @@ def other_run(theirs: dict, mine: dict) -> str:
 
 
 @contextmanager
-def sole_run(out: Path) -> Iterator[None]:
+def sole_run(out: Path, wait: bool = False) -> Iterator[None]:
     """Makes the folder, and keeps other runs out of it until the block ends or the process dies.
 
     Folders that it made and that an error leaves empty are removed again.
 
+    Args:
+        wait: for another run to end, where there is one.
     Raises:
         OutputError: the folder can't be made, or another run is at work in it.
     """
@@ -100,7 +102,7 @@ def sole_run(out: Path) -> Iterator[None]:
     except OSError as e:
         raise OutputError(f"{out}: could not be made: {e.strerror}") from None
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
         os.close(fd)
         raise OutputError(f"{out}: another run is writing into it; wait for it, or choose another --out") from None

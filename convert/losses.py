@@ -85,6 +85,13 @@ class RequantizationReport:
         return asdict(self)
 
 
+def requantized_modules(modules: Iterable[Module]) -> list[Module]:
+    """NVFP4 experts that are quantized again."""
+    return [
+        m for m in modules if m.source_dtype == "NVFP4" and isinstance(m.precision, Quantized) and m.precision != NVFP4
+    ]
+
+
 def requantization_errors(modules: Iterable[Module], checkpoint: Checkpoint) -> dict[str, list[float]]:
     """What quantizing NVFP4 experts again costs, of the first, the middle and the last expert of every stack.
 
@@ -95,8 +102,7 @@ def requantization_errors(modules: Iterable[Module], checkpoint: Checkpoint) -> 
     """
     return {
         f"{module.path} expert {expert}": list(_requantization_error(module, checkpoint, expert))
-        for module in modules
-        if module.source_dtype == "NVFP4" and isinstance(module.precision, Quantized) and module.precision != NVFP4
+        for module in requantized_modules(modules)
         for expert in sorted({0, module.shape[0] // 2, module.shape[0] - 1})
     }
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 
+from ..quantize.errors import OutputError
 from .checkpoint import Checkpoint
 from .fetch import fetch
 from .hub import Source
@@ -109,6 +110,8 @@ class Downloads:
     """
 
     def __init__(self, source: Source, progress: Callable[[int, str], None], into: Path | None):
+        if into and into.is_symlink():
+            raise OutputError(f"{into}: is a link, and what is fetched for a while would be removed there; remove it")
         self.source, self.progress, self.into = source, progress, into
         self._pool = ThreadPoolExecutor(PARALLEL, thread_name_prefix="download")
         self._arriving: dict[str, Future] = {}

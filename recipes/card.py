@@ -11,6 +11,7 @@ from pathlib import Path
 import yaml
 
 from ..convert.checkpoint import Checkpoint, read_json, read_whole
+from ..convert.journal import sole_run
 from ..convert.repo import PROVENANCE
 from ..convert.shards import Written, as_json, write_file
 from ..quantize.errors import RecipeError, SourceError
@@ -64,6 +65,10 @@ def read_extra(path: Path) -> str:
         raise RecipeError(f"--card-extra {path}: is empty")
     if FRONT_MATTER.match(text):
         raise RecipeError(f"--card-extra {path}: begins with front matter (---); the card has its own: leave it out")
+    if not all(c.isprintable() or c in "\n\r\t" for c in text):
+        raise RecipeError(f"--card-extra {path}: holds control characters")
+    if text.rfind("<!--") > text.rfind("-->"):
+        raise RecipeError(f"--card-extra {path}: a comment (<!--) is not closed, and would hide the rest of the card")
     if not _closes_fences(text):
         raise RecipeError(f"--card-extra {path}: a code fence is not closed, and would swallow the rest of the card")
     return text
@@ -177,9 +182,9 @@ def renewed(out: Path, evidence: dict, facts: dict | None = None) -> dict[str, b
         made["card"] = made["card"] | (facts or {})
         card = make_card(made, inspect_repo(out)["families"], evidence).encode()
         made["files"] = made["files"] | {CARD: Written.of(card).as_dict()}
-    except (KeyError, TypeError, ValueError, AttributeError):
+        return {CARD: card, PROVENANCE: as_json(made)}
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         raise SourceError(f"{out}: {PROVENANCE} or validation.json is not what motif-convert writes") from None
-    return {CARD: card, PROVENANCE: as_json(made)}
 
 
 def renew_card(out: Path) -> bool:
@@ -198,9 +203,10 @@ def renew_card(out: Path) -> bool:
 
 def write_card(out: Path, files: dict[str, bytes]) -> None:
     """Writes what `renewed` gives, where it is not so already. Raises OutputError."""
-    for name, data in files.items():
-        if not (out / name).is_file() or (out / name).read_bytes() != data:
-            write_file(out / name, data)
+    with sole_run(out, wait=True):
+        for name, data in files.items():
+            if not (out / name).is_file() or (out / name).read_bytes() != data:
+                write_file(out / name, data)
 
 
 def replace_card(out: Path, extra: str | None) -> bool:

@@ -71,12 +71,11 @@ def cli(ctx, prompt, max_tokens, no_verify, upload, private, create_pr, **build)
     if not no_verify and not new and verified_before(out):
         evidence = evidence_of(out)
     elif not no_verify:
-        found = (
-            verify_streamed(out, job.source, job.checkpoint, None)
-            if stream
-            else verify_build(out, job.checkpoint, None, None)
-        )
-        evidence, failed = record_verification(out, found.as_dict(), found.passed), not found.passed
+        if stream:
+            found, told = verify_streamed(out, job.source, job.checkpoint, None)
+        else:
+            found, told = verify_build(out, job.checkpoint, None, None), None
+        evidence, failed = record_verification(out, found.as_dict(), found.passed, told), not found.passed
     if not new and (before := evidence_of(out))["smoke"]:
         say("Drafts measured before: validation.json stands.")
         evidence, failed = before, failed or not before["smoke"]["passed"]
@@ -156,13 +155,14 @@ def verify(ctx, folder, source, revision, stream, sample, workers, as_json):
     if stream:
         if not origin.files:
             raise click.UsageError(NOT_ON_THE_HUB)
-        found = verify_streamed(folder, origin, checkpoint, workers, quiet=as_json)
+        found, job = verify_streamed(folder, origin, checkpoint, workers, quiet=as_json)
     else:
         fetch(origin, checkpoint)
+        job = None
         found = verify_build(folder, checkpoint, sample, workers, quiet=as_json)
     if as_json:
         click.echo(json.dumps(found.as_dict(), indent=1))
-    record_verification(folder, found.as_dict(), found.passed)
+    record_verification(folder, found.as_dict(), found.passed, job)
     if not found.passed:
         ctx.exit(1)
 

@@ -1,14 +1,16 @@
 """The stages, composed: plan, convert, and a short generation. Later stages go where they are named."""
 
+import hashlib
 import shutil
 from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import dataclass
+from importlib.metadata import version
 from importlib.resources import as_file, files
 from pathlib import Path
 
 from ..convert.checkpoint import Checkpoint, open_checkpoint, read_json
-from ..convert.hub import Source
+from ..convert.hub import Source, own_folder
 from ..convert.journal import sole_run
 from ..convert.plan import Plan
 from ..convert.planner import make_plan
@@ -25,7 +27,7 @@ from .card import DEMO_ID, make_card, source_metadata
 from .recipe import load_recipe
 
 DEMO = "demo"
-STREAMED = ".source"  # folder of a build in the making that holds source shards for a while
+STREAMED = ".motif-convert.source"  # folder of a build in the making that holds source shards for a while
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,15 @@ class Job:
         return sum(m.source_nbytes for m in self.plan.modules)
 
     @property
-    def fingerprint(self) -> str:
-        return origin_of(self.source, self.checkpoint)["fingerprint"]
+    def kept(self) -> Path:
+        """Where comparisons of builds of this very job are kept; see `Comparisons`."""
+        weights = origin_of(self.source, self.checkpoint)["fingerprint"]
+        key = f"{version('motif-convert')} {self.plan.plan_hash} {weights}"
+        return own_folder() / "compared" / hashlib.sha256(key.encode()).hexdigest()[:32]
+
+    def forget(self) -> None:
+        """Removes them: all of it is recorded."""
+        shutil.rmtree(self.kept, ignore_errors=True)
 
 
 def prepare(
@@ -148,7 +157,7 @@ def convert(
     supply = Downloads(job.source, downloaded, into) if job.source.files else AtHand()
     with job.checkpoint as checkpoint, closing(supply):
         checkpoint.shard_folder = into or checkpoint.folder
-        inspection = Comparisons(out, job.plan, checkpoint, job.fingerprint, workers, compared) if compared else None
+        inspection = Comparisons(out, job.plan, checkpoint, job.kept, workers, compared) if compared else None
         made = write_repo(
             job.plan,
             checkpoint,
@@ -200,7 +209,7 @@ def verify_streamed(
     into = folder / STREAMED
     with sole_run(folder), job.checkpoint as checkpoint, closing(Downloads(job.source, downloaded, into)) as supply:
         checkpoint.shard_folder = into
-        compared = Comparisons(folder, job.plan, checkpoint, job.fingerprint, workers, progress)
+        compared = Comparisons(folder, job.plan, checkpoint, job.kept, workers, progress)
         for name in supply.begin({n: s for n, s in needs.items() if compared.lacks(n, recorded.get(n))}):
             supply.need(name)
             compared.compare(name)

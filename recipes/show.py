@@ -1,6 +1,7 @@
 """What people read: tables and sentences about a plan and about a build."""
 
 from ..convert.plan import Plan
+from ..quantize.errors import quoted
 
 HEADINGS = ("tensors", "parameters", "source", "output", "bits/weight", "precision")
 
@@ -138,7 +139,7 @@ def build_text(found: dict) -> str:
         source = made["source"]
         revision = f" at {source['revision']}" if source["revision"] else ""
         lines += [
-            f"Source: {source['id']}{revision}",
+            f"Source: {quoted(source['id'])}{quoted(revision)}",
             f"Recipe: {made['recipe']['name']}",
             f"Made by: {made['converter']['name']} {made['converter']['version']}",
             f"Plan: {made['plan_hash']}",

@@ -50,6 +50,7 @@ def convert_source(
     if stream and not job.source.files:
         raise click.UsageError(NOT_ON_THE_HUB)
     if finished:
+        renew_card(out, quiet=True)
         check_is_build_of(out, job.plan, origin_of(job.source, job.checkpoint))
         say(f"Complete already: {out}")
         if extra:
@@ -173,7 +174,7 @@ def verify_build(folder: Path, checkpoint, sample: float | None, workers: int | 
 
 
 def verify_streamed(folder: Path, source, checkpoint, workers: int | None, quiet: bool = False):
-    """The same, while the source's shards come and go."""
+    """The same, while the source's shards come and go; returns the job too, None if the build's can't be told."""
     from ..validate.verify import verify_repo
     from . import pipeline
     from .disk import check_space_to_verify
@@ -199,7 +200,7 @@ def verify_streamed(folder: Path, source, checkpoint, workers: int | None, quiet
             downloaded.close()
     if not quiet:
         click.echo(verification_text(found))
-    return found
+    return found, job
 
 
 def verified_before(folder: Path) -> bool:
@@ -227,16 +228,16 @@ def verified_before(folder: Path) -> bool:
     return same
 
 
-def record_verification(folder: Path, result: dict, passed: bool) -> dict | None:
+def record_verification(folder: Path, result: dict, passed: bool, job=None) -> dict | None:
     """Puts a verification into the build's evidence; where that fails, a failed check still counts for more."""
     from ..quantize.errors import MotifConvertError
-    from ..validate.comparisons import forget
     from ..validate.evidence import record
 
     try:
         evidence = record(folder, "verify", result)
         renew_card(folder)
-        forget(folder)
+        if passed and job:
+            job.forget()
         if evidence["verify"] != result:
             say("validation.json keeps the whole verification of before; this one does not renew it.")
         return evidence

@@ -98,9 +98,9 @@ def upload(folder: Path, target: Target, force: bool, dry_run: bool, say: Say, s
         return Upload(None, None, wrong, [])
     remote = remote_files(target, target.head, say)
     earlier = earlier_files(target, remote, say)
-    if not earlier and "config.json" in remote:
-        weak.append(f"{target.repo} holds a model that is not of motif-convert, and this would replace it")
     plan = plan_push(target, files, remote, earlier | {EVIDENCE, PICTURE} if earlier else earlier)
+    if not earlier and (lost := [c.path for c in plan.changes if c.action in ("replace", "delete")]):
+        weak.append(f"{target.repo} holds files that are not of motif-convert; this would replace or delete {lost[0]}")
     show(plan)
     if weak and not force:
         return Upload(plan, None, weak, [])

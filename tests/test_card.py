@@ -206,6 +206,8 @@ def test_text_of_ones_own(build, tmp_path):
         (b"```sh\nls\n", "not closed"),
         (b"~~~\n```\n", "not closed"),
         (b"````\n```\n", "not closed"),
+        (b"<!-- hidden\n", "not closed"),
+        (b"a\0b", "control characters"),
         (b"```\n```sh\n", "not closed"),
     ],
 )
@@ -228,6 +230,81 @@ def test_text_that_is_not_there(tmp_path):
 def test_fences_that_are_closed(text, tmp_path):
     (tmp_path / "extra.md").write_text(text)
     assert read_extra(tmp_path / "extra.md") == text.strip()
+
+
+def edit(path: Path, change) -> None:
+    value = json.loads(path.read_text())
+    change(value)
+    path.write_text(json.dumps(value))
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        (lambda made: made["mtp"].update(casts=None), "mtp.casts"),
+        (lambda made: made["mtp"]["casts"].update(changed=0), "mtp.casts"),
+        (lambda made: made["mtp"].update(compute_dtype="float16"), "mtp.compute_dtype"),
+        (lambda made: made["experts"].update(requantized={"experts": 1}), "experts.requantized"),
+    ],
+)
+def test_what_it_says_of_losses_is_checked(change, key, built, tmp_path):
+    out = Path(shutil.copytree(built(TINY, "--mtp", "fp16"), tmp_path / "out"))
+    edit(out / PROVENANCE, change)
+    result = motif_convert("verify", out, "--source", TINY)
+    assert result.returncode == 1
+    assert f"PROBLEM: {PROVENANCE}: {key}" in result.stdout
+
+
+HOSTILE = [
+    (EVIDENCE, lambda e: e["verify"].update(passed=False, problems=5)),
+    (EVIDENCE, lambda e: e["verify"].update(sampled="x")),
+    (EVIDENCE, lambda e: e["verify"]["families"][0].update(worst_steps=10**400)),
+    (EVIDENCE, lambda e: e.update(heads=[1])),
+    (EVIDENCE, lambda e: e.update(smoke=dict.fromkeys(("passed", "prompts", "greedy", "sampled", "speed"), 5))),
+    (PROVENANCE, lambda m: m.update(bits_per_weight=10**400)),
+    (PROVENANCE, lambda m: m.update(total_bytes=10**400)),
+    (PROVENANCE, lambda m: m["files"].update({"config.json": "\ud800"})),
+    (PROVENANCE, lambda m: m["files"][CARD].update(sha256="\ud800")),
+    (PROVENANCE, lambda m: m["source"].update(id="\ud800")),
+    (PROVENANCE, lambda m: m["card"].update(name="a$\\x$b")),
+    (PROVENANCE, lambda m: m.update(card=3)),
+    (PROVENANCE, lambda m: m["files"].update({"../x": {"size": 1, "sha256": "0"}})),
+]
+
+
+@pytest.mark.parametrize("case", range(len(HOSTILE)))
+def test_edited_by_anybody(case, built, tmp_path):
+    out = Path(shutil.copytree(built(TINY), tmp_path / "out"))
+    assert motif_convert("verify", out, "--source", TINY).returncode == 0
+    file, change = HOSTILE[case]
+    edit(out / file, change)
+    for command in (("card", out), ("inspect", out), ("verify", out, "--source", TINY)):
+        result = motif_convert(*command)
+        assert "Traceback" not in result.stderr, command
+        assert result.returncode in (0, 1, 2)
+    if file == EVIDENCE:
+        assert json.loads((out / EVIDENCE).read_text())["passed"], "the verification that was just made is what counts"
+
+
+def test_a_failed_verification_does_not_leave_a_passed_one(build):
+    assert motif_convert("verify", build, "--source", TINY).returncode == 0
+    rules = [{"match": ["nothing*"], "bits": 8, "mode": "affine", "group_size": 64}]
+    edit(build / PROVENANCE, lambda made: made["recipe"].update(rules=rules))
+    assert motif_convert("verify", build, "--source", TINY).returncode == 1
+    assert not json.loads((build / EVIDENCE).read_text())["passed"]
+
+
+@pytest.mark.parametrize("name", [CARD, PROVENANCE, EVIDENCE, "validation.png"])
+def test_what_a_kill_left_of_a_file_that_is_written_again(name, build):
+    (build / f".{name}.partial").write_text("half")
+    assert motif_convert("verify", build, "--source", TINY).returncode == 0
+
+
+def test_three_verifications_at_once(build):
+    command = [str(Path(sys.executable).with_name("motif-convert")), "verify", str(build), "--source", str(TINY)]
+    runs = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    assert [(run.communicate(), run.returncode)[1] for run in runs] == [0, 0, 0]
+    assert is_recorded(build)
 
 
 # The command, killed as soon as it has written a file of the name that is its first argument.

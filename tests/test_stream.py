@@ -319,7 +319,7 @@ def test_what_is_read_back_wrong_is_written_again(sharded_job, sharded, tmp_path
     job, out = sharded_job, tmp_path / "out"
 
     def write(inspection: type[Comparisons]) -> None:
-        looks = inspection(out, job.plan, job.checkpoint, job.fingerprint)
+        looks = inspection(out, job.plan, job.checkpoint, tmp_path / "kept")
         write_repo(
             job.plan, job.checkpoint, job.source, out, lambda made: "card", {}, lambda n, name: None, inspection=looks
         )
@@ -329,9 +329,7 @@ def test_what_is_read_back_wrong_is_written_again(sharded_job, sharded, tmp_path
     assert len(json.loads((out / JOURNAL).read_text())["shards"]) == 2
     assert not (out / "config.json").exists()
     write(Comparisons)
-    kept = out / ".motif-convert.compared"
-    assert len(list(kept.iterdir())) == 6
-    shutil.rmtree(kept)
+    assert len(list((tmp_path / "kept").iterdir())) == 6
     assert differing(out, sharded[0]) == []
 
 

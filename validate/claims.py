@@ -6,9 +6,17 @@ from pathlib import Path
 from ..convert.checkpoint import Checkpoint, read_json
 from ..convert.config import TORCH_NAMES, built_config
 from ..convert.headers import TensorInfo
+from ..convert.losses import (
+    cast_modules,
+    check_casts,
+    requantization,
+    requantization_errors,
+    requantized_modules,
+)
 from ..convert.plan import Plan
-from ..quantize.errors import SourceError
-from .provenance import one_line
+from ..convert.repo import PROVENANCE
+from ..quantize.errors import SourceError, quoted
+from .provenance import Provenance, one_line
 from .structure import Shards, some
 
 CONFIG = "config.json"
@@ -133,3 +141,33 @@ def _flat(config: dict, skip: set[str]) -> dict[str, str]:
         elif key not in skip:
             flat[key] = json.dumps(value, sort_keys=True)
     return flat
+
+
+def check_losses(provenance: Provenance, plan: Plan, checkpoint: Checkpoint) -> list[str]:
+    """What motif-convert.json says was lost by casting the head and by quantizing NVFP4 experts again: that it says
+    so, and, where the source's shards are here, that it is so."""
+    made = provenance.made
+    cast = cast_modules(plan)
+    again = requantized_modules(plan.modules)
+    problems = []
+    for key, said, modules, measured in (
+        ("mtp.casts", made["mtp"].get("casts"), cast, lambda: check_casts(plan, checkpoint)),
+        (
+            "experts.requantized",
+            made["experts"].get("requantized"),
+            again,
+            lambda: requantization(plan, requantization_errors(again, checkpoint)),
+        ),
+    ):
+        shards = {checkpoint.tensors[s].shard for m in modules for s in m.sources}
+        if bool(said) != bool(modules):
+            problems.append(f"{PROVENANCE}: {key} is {'missing' if modules else 'there'}, the plan means otherwise")
+        elif modules and all((checkpoint.shard_folder / shard).exists() for shard in shards):
+            try:
+                true = measured().as_dict()
+            except SourceError as e:
+                problems.append(one_line(e))
+                continue
+            if said != true:
+                problems.append(f"{PROVENANCE}: {key} is {quoted(said)}, source and plan give {quoted(true)}")
+    return problems

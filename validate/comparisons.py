@@ -1,13 +1,11 @@
 """Compares a build with its source shard by shard, where the source's shards come and go.
 
-What was found is kept in a folder of the build, a file for each of its shards, until the verification is recorded: an
-interrupted run does not fetch and compare again what it has compared.
+What was found is kept until the verification is recorded, a file for each shard of the build: an interrupted run does
+not fetch and compare again what it has compared. Not in the build, whose files may be anybody's, but with the user.
 """
 
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 from ..convert.checkpoint import Checkpoint, read_json
@@ -20,7 +18,6 @@ from .layout import Comparison, blocks, comparison, misplaced
 from .pool import Task, default_workers, results
 from .structure import Shards
 
-KEPT = ".motif-convert.compared"
 WORTH_A_POOL = 64 << 20  # bytes to read; below, starting processes takes longer than the work
 NOT_KEPT = ("offenders", "problem", "source_bytes")  # of results: only what is as it should be is kept
 
@@ -43,7 +40,7 @@ class Comparisons:
 
     Args:
         out: the build, finished or not.
-        fingerprint: of the source's weights; what was compared with others does not count.
+        kept: a folder for what is found, of this plan and this source alone.
         workers: processes; None for as many as fit the work.
         progress: called with bytes of source that were compared since the last call.
     """
@@ -53,11 +50,11 @@ class Comparisons:
         out: Path,
         plan: Plan,
         checkpoint: Checkpoint,
-        fingerprint: str,
+        kept: Path,
         workers: int | None = None,
         progress: Callable[[int], None] = lambda _: None,
     ):
-        self.out, self.plan, self.checkpoint, self.fingerprint = out, plan, checkpoint, fingerprint
+        self.out, self.plan, self.checkpoint, self.kept = out, plan, checkpoint, kept
         self.workers, self.progress = workers, progress
         self.of: dict[str, Compared] = {}
         for shard in plan.shards:
@@ -103,35 +100,18 @@ class Comparisons:
     def _keep(self, shard: str, found: Compared) -> Compared:
         self.of[shard] = found
         if found.passed:
-            (self.out / KEPT).mkdir(exist_ok=True)
-            write_file(self.out / KEPT / f"{shard}.json", as_json(self._state(found)))
+            rows = [{k: v for k, v in asdict(r).items() if k not in NOT_KEPT} for r in found.results]
+            self.kept.mkdir(parents=True, exist_ok=True)
+            write_file(self.kept / f"{shard}.json", as_json({"sha256": found.sha256, "results": rows}))
         return found
 
-    def _state(self, found: Compared) -> dict:
-        rows = [{k: v for k, v in asdict(r).items() if k not in NOT_KEPT} for r in found.results]
-        return self._key() | {"sha256": found.sha256, "results": rows}
-
-    def _key(self) -> dict:
-        return {
-            "version": version("motif-convert"),
-            "plan_hash": self.plan.plan_hash,
-            "fingerprint": self.fingerprint,
-        }
-
     def _read(self, shard: str) -> Compared | None:
-        """What an earlier run kept of a shard; None if that is of another plan, or can't be read."""
+        """What an earlier run kept of a shard; None if that can't be read."""
         try:
-            state, _ = read_json(self.out / KEPT / f"{shard}.json")
-            if self._key().items() <= state.items():
-                return Compared(state["sha256"], [Result(**row) for row in state["results"]], [])
+            state, _ = read_json(self.kept / f"{shard}.json")
+            return Compared(state["sha256"], [Result(**row) for row in state["results"]], [])
         except (SourceError, KeyError, TypeError):
-            pass
-        return None
-
-
-def forget(out: Path) -> None:
-    """Removes what is kept of comparisons: all of it is recorded."""
-    shutil.rmtree(out / KEPT, ignore_errors=True)
+            return None
 
 
 def comparable(modules: list[Module], shards: Shards, out: Path, checkpoint: Checkpoint) -> list[Comparison]:

@@ -10,10 +10,12 @@ beside it; that the build was once published so stays in the description of that
 from pathlib import Path
 
 from ..convert.checkpoint import read_json
+from ..convert.journal import sole_run
 from ..convert.repo import PROVENANCE
 from ..convert.shards import as_json, write_file
 from ..quantize.errors import SourceError
 from .inspect import inspect_repo
+from .shape import SHAPES, fits
 
 EVIDENCE, PICTURE = "validation.json", "validation.png"
 FORMAT = 1
@@ -33,13 +35,14 @@ def record(out: Path, part: str, result: object) -> dict:
     Raises:
         SourceError: `out` is not a build. OutputError: it can't be written.
     """
-    evidence = evidence_of(out)
-    whole = _verified_whole(evidence["verify"])
-    if not (part == "verify" and whole and _says_nothing_new(result)):
-        evidence[part] = result
-    evidence |= {"passed": not what_lacks(evidence), "forced": None}
-    write_file(out / EVIDENCE, as_json(evidence))
-    draw(out, evidence)
+    with sole_run(out, wait=True):
+        evidence = evidence_of(out)
+        whole = _verified_whole(evidence["verify"])
+        if not (part == "verify" and whole and _says_nothing_new(result)):
+            evidence[part] = result
+        evidence |= {"passed": not what_lacks(evidence), "forced": None}
+        write_file(out / EVIDENCE, as_json(evidence))
+        draw(out, evidence)
     return evidence
 
 
@@ -85,7 +88,7 @@ def evidence_of(out: Path) -> dict:
     evidence = {"format": FORMAT, "plan_hash": plan_hash, **dict.fromkeys(PARTS), "passed": False, "forced": None}
     old = read_evidence(out)
     if old.get("format") == FORMAT and old.get("plan_hash") == plan_hash:
-        evidence |= {k: old.get(k) if _has_shape(k, old.get(k)) else None for k in PARTS}
+        evidence |= {k: old.get(k) if fits(old.get(k), SHAPES[k]) else None for k in PARTS}
         evidence["forced"] = old.get("forced")
     return evidence | {"passed": not what_lacks(evidence)}
 
@@ -98,22 +101,13 @@ def read_evidence(out: Path) -> dict:
         return {}
 
 
-def _has_shape(part: str, value: object) -> bool:
-    """Whether a recorded part is one that can be read on."""
-    needed = {
-        "verify": {"passed", "sampled", "families", "layers", "problems", "offenders_total"},
-        "smoke": {"passed", "prompts", "greedy", "sampled", "min_acceptance", "lossless", "speed", "device"},
-    }
-    return isinstance(value, list) if part == "heads" else isinstance(value, dict) and needed[part] <= value.keys()
-
-
 def _verified_whole(verified: dict | None) -> bool:
     return bool(verified and verified["passed"] and verified["sampled"] == 1)
 
 
 def _says_nothing_new(verified: dict) -> bool:
     """A quick look that found nothing, or one at another source: neither speaks against a whole verification."""
-    return (verified["passed"] and verified["sampled"] < 1) or verified["plan_hash"] is None
+    return (verified["passed"] and verified["sampled"] < 1) or verified["other_source"]
 
 
 def draw(out: Path, evidence: dict) -> None:
@@ -138,10 +132,15 @@ def draw(out: Path, evidence: dict) -> None:
     bits = f"{found['bits_per_weight']:.3f} bits per weight, " if found else ""
     card = ((found and found["provenance"]) or {}).get("card")
     name = card["name"] if isinstance(card, dict) and "name" in card else out.resolve().name
-    figure.suptitle(f"{name}: {bits}validation {state}")
+    figure.suptitle(_plain(f"{name}: {bits}validation {state}"))
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=110, metadata={"Software": None})
     write_file(out / PICTURE, buffer.getvalue())
+
+
+def _plain(text: object) -> str:
+    """Text in which matplotlib sees no formulas."""
+    return str(text).replace("$", r"\$")
 
 
 def _worth_drawing(row: dict) -> bool:
@@ -195,7 +194,7 @@ def _draw_acceptance(axes, evidence: dict) -> None:
         low, high = row["interval"]
         rate = row["acceptance"]
         axes.errorbar(rate, y, xerr=[[max(rate - low, 0)], [max(high - rate, 0)]], fmt="o", color="tab:blue", capsize=3)
-    axes.set_yticks(range(len(points)), [label for label, _ in points], fontsize=7)
+    axes.set_yticks(range(len(points)), [_plain(label) for label, _ in points], fontsize=7)
     axes.invert_yaxis()
     axes.set_xlim(0, 1)
     if smoked and smoked["min_acceptance"] is not None:

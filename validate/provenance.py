@@ -11,7 +11,7 @@ from ..convert.plan import Plan
 from ..convert.planner import make_plan
 from ..convert.repo import PROVENANCE, PROVENANCE_FORMAT
 from ..convert.shards import Written
-from ..quantize.errors import MotifConvertError, RecipeError, SourceError
+from ..quantize.errors import MotifConvertError, RecipeError, SourceError, quoted
 from ..quantize.policy import MTP_POLICIES, Recipe, Rule
 from ..quantize.precision import FLOAT_DTYPES, UNPACKED, Float, Quantized
 
@@ -56,6 +56,8 @@ def read_provenance(out: Path) -> Provenance:
         if policy not in (*MTP_POLICIES, "none"):
             raise SourceError(f"{PROVENANCE}: mtp policy {policy!r} is not known")
         made["source"]["config_sha256"], made["source"]["index_sha256"]
+        if odd := [name for name in made["files"] if "/" in name or name.startswith(".") or not name.isprintable()]:
+            raise SourceError(f"{PROVENANCE}: lists {quoted(odd[0])}, which is no file of a build")
         return Provenance(
             made=made,
             recipe=_recipe(made["recipe"]),
@@ -122,6 +124,7 @@ def planned(provenance: Provenance, checkpoint: Checkpoint) -> tuple[Plan | None
         ("plan_hash", made.get("plan_hash"), plan.plan_hash),
         ("mtp.policy", made["mtp"]["policy"], plan.mtp),
         ("mtp.dtype", made["mtp"].get("dtype"), plan.config_keys().get("mtp_dtype")),
+        ("mtp.compute_dtype", made["mtp"].get("compute_dtype"), plan.config_keys().get("mtp_compute_dtype")),
         ("mtp.dropped", made["mtp"].get("dropped"), [name for name, _ in plan.dropped]),
         ("experts.from", made["experts"].get("from"), plan.experts_from),
         ("total_bytes", made.get("total_bytes"), plan.total_bytes),

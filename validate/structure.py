@@ -15,6 +15,7 @@ from ..quantize.errors import SourceError
 from .provenance import one_line
 
 EVIDENCE = ("validation.json", "validation.png")  # made by verify and smoke, after motif-convert.json
+RENEWED = {f".{name}.partial" for name in (PROVENANCE, "README.md", *EVIDENCE)}  # of a kill; written again in time
 MOST = 20  # lines about one kind of fault
 
 Shards = dict[str, dict[str, TensorInfo]]  # file -> its tensors by name
@@ -47,6 +48,8 @@ def check_files(out: Path, files: dict[str, Written] | None) -> list[str]:
     for path in sorted(out.iterdir()):
         if path.name == JOURNAL:
             problems.append(f"{JOURNAL}: the journal of a conversion that has not finished; run the same command again")
+        elif path.name in RENEWED:
+            continue
         elif path.name.startswith(".") and path.name.endswith(".partial"):
             problems.append(f"{path.name}: left over from a conversion that was interrupted; remove it")
         elif (

@@ -48,6 +48,7 @@ class Verification:
         offenders: tensors, or experts of tensors, whose contents differ: the worst of `offenders_total`.
         sampled: the fraction of all weights that was compared.
         files, hashed: how many files motif-convert.json lists, and how many of them were hashed.
+        other_source: whether all that is wrong is the source: it is another one.
         plan_hash: of the plan that the source and the recorded recipe give; None if nothing could be planned.
     """
 
@@ -60,6 +61,7 @@ class Verification:
     files: int
     hashed: int
     plan_hash: str | None
+    other_source: bool = False
 
     @property
     def passed(self) -> bool:
@@ -71,6 +73,7 @@ class Verification:
         format           1; another number where a key changes its meaning
         passed           whether there are no problems and no offenders
         plan_hash        text, or null if the source and the recorded recipe could not be planned
+        other_source     whether nothing is wrong but that the source given is another one
         sampled          fraction of the weights that was compared; 1.0 for all
         files            {"listed", "hashed"}: numbers of files; a sample does not hash shards
         problems         [text], one line each
@@ -85,6 +88,7 @@ class Verification:
             "format": FORMAT,
             "passed": self.passed,
             "plan_hash": self.plan_hash,
+            "other_source": self.other_source,
             "sampled": self.sampled,
             "files": {"listed": self.files, "hashed": self.hashed},
             "problems": list(self.problems),

@@ -7,9 +7,9 @@ from pathlib import Path
 from ..convert.checkpoint import Checkpoint
 from ..convert.plan import Module, Plan
 from ..convert.repo import PROVENANCE
-from ..quantize.errors import SourceError
+from ..quantize.errors import SourceError, quoted
 from ..quantize.precision import Quantized
-from .claims import check_claims
+from .claims import check_claims, check_losses
 from .comparisons import Compared, Comparisons, comparable, tasks, workers_for
 from .contents import Digest
 from .layout import Comparison, layer_of, misplaced
@@ -20,6 +20,7 @@ from .structure import check_copied, check_files, check_index, check_tensors, re
 from .verification import Tallies, Verification
 
 LISTED = 100  # offenders
+ANOTHER = "nothing was compared, since the source is another one"
 
 
 def verify_repo(
@@ -60,6 +61,7 @@ def verify_repo(
     tallies = Tallies()
     if plan:
         problems += check_tensors(plan, shards, out)
+        problems += [] if sample else check_losses(provenance, plan, checkpoint)
         every = [m for modules in plan.shards.values() for m in modules]
         _expect(tallies, every)
         problems += [fault for m in every if (fault := misplaced(m, checkpoint))]
@@ -86,6 +88,7 @@ def verify_repo(
                 faults[fault] = None
     if not problems and not faults and sample is None and tallies.sampled != 1:
         problems.append(f"only {tallies.sampled:.6%} of the weights were compared: a fault of this program")
+    others = {*other_source(provenance, checkpoint), ANOTHER} if provenance else set()
     worst = sorted(offenders.values(), key=lambda o: o.order)
     return Verification(
         problems=[" ".join(line.splitlines()) for line in (*problems, *sorted(faults))],
@@ -97,6 +100,7 @@ def verify_repo(
         files=len(recorded),
         hashed=len(files),
         plan_hash=plan.plan_hash if plan else None,
+        other_source=ANOTHER in problems and not faults and set(problems) <= others,
     )
 
 
@@ -112,7 +116,7 @@ def what_it_should_be(out: Path, checkpoint: Checkpoint) -> tuple[Provenance | N
         return None, None, [one_line(e), *files, "nothing was compared, since the recipe is not known"]
     problems = check_files(out, provenance.files)
     if other := other_source(provenance, checkpoint):
-        return provenance, None, [*problems, *other, "nothing was compared, since the source is another one"]
+        return provenance, None, [*problems, *other, ANOTHER]
     plan, more = planned(provenance, checkpoint)
     if plan is None:
         more.append("nothing was compared, since there is no plan to compare with")
@@ -132,7 +136,7 @@ def _has_size(path: Path, size: int) -> bool:
 def _other_hash(found: Digest, recorded: dict[Path, str]) -> str | None:
     if found.sha256 == recorded[found.file]:
         return None
-    return f"{found.file.name}: sha256 is {found.sha256}, {PROVENANCE} says {recorded[found.file]}"
+    return f"{found.file.name}: sha256 is {found.sha256}, {PROVENANCE} says {quoted(recorded[found.file])}"
 
 
 def _changed(found: Digest, known: dict[str, Compared]) -> str | None:
