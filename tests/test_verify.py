@@ -151,7 +151,7 @@ def test_the_json_is_strict_and_as_documented(built, small):
     found = verify(built(small, "--keep-mtp-fp16"), small).as_dict()
     assert json.loads(json.dumps(found, allow_nan=False)) == found
     assert list(found) == [
-        *("format", "passed", "plan_hash", "sampled", "files", "problems", "families", "layers"),
+        *("format", "passed", "plan_hash", "other_source", "sampled", "files", "problems", "families", "layers"),
         *("offenders_total", "offenders"),
     ]
     assert (found["format"], found["passed"]) == (1, True)
@@ -975,7 +975,8 @@ def test_another_source_of_the_same_shapes(built, small, tmp_path):
     """The same config and index; only the weights tell, and all that was random differs."""
     other = write_checkpoint(tmp_path / "other", SMALL_CONFIG, random_weights(SMALL_CONFIG, seed=1))
     result = verify(built(small, "--keep-mtp-fp16"), other)
-    assert result.problems == []
+    (problem,) = result.problems
+    assert "mtp.casts" in problem, "the other head loses other values to float16"
     assert all(f.differing > 0.9 * f.groups for f in result.families if f.family != "norms")
     assert result.offenders_total > len(result.offenders) == 100
 

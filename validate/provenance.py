@@ -57,7 +57,7 @@ def read_provenance(out: Path) -> Provenance:
             raise SourceError(f"{PROVENANCE}: mtp policy {policy!r} is not known")
         made["source"]["config_sha256"], made["source"]["index_sha256"]
         if odd := [name for name in made["files"] if "/" in name or name.startswith(".") or not name.isprintable()]:
-            raise SourceError(f"{PROVENANCE}: lists {quoted(odd[0])}, which is no file of a build")
+            raise SourceError(f"{PROVENANCE}: lists '{quoted(odd[0])}', which is no file of a build")
         return Provenance(
             made=made,
             recipe=_recipe(made["recipe"]),
