@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,12 +105,25 @@ def disk_lines(job: Job, out: Path, stream: bool) -> list[str]:
             f"With --stream at most {human_bytes(way.peak)} lie on the disk at once, "
             f"{human_bytes(way.source_peak)} of them source shards."
         )
+        if stream:
+            lines.append(f"Output shards in the order in which they are made: {order_text(way.order)}.")
     for demand in demands(job, out, stream):
         enough = "" if demand.is_met else ": NOT enough"
         lines.append(
             f"Disk: {human_bytes(demand.nbytes)} to write in {demand.folder}, {human_bytes(demand.free)} free{enough}."
         )
     return lines
+
+
+def order_text(names: Iterable[str]) -> str:
+    """The numbers of shards, runs of them as `first to last`."""
+    runs: list[list[int]] = []
+    for number in (int(name.split("-")[1]) for name in names):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{r[0]} to {r[-1]}" if len(r) > 1 else f"{r[0]}" for r in runs)
 
 
 def disk_json(job: Job, out: Path, stream: bool) -> dict:

@@ -19,7 +19,7 @@ from conftest import REFERENCE, SMALL_CONFIG, environment_with, motif_convert, r
 from hub_server import READ, Fault, HubServer
 from motif_convert.convert.supply import itinerary
 from motif_convert.quantize.errors import OutputError
-from motif_convert.recipes.disk import check_space
+from motif_convert.recipes.disk import check_space, order_text
 from motif_convert.recipes.pipeline import prepare
 
 REPO = "acme/demo-motif3"
@@ -325,11 +325,13 @@ def test_stream_holds_no_more_than_the_plan_says(ten, tmp_path):
         watcher = threading.Thread(target=watch)
         watcher.start()
         result = subprocess.run(
-            [*command, "convert", "--source", "acme/ten", "--out", "out", "--stream"], cwd=tmp_path, env=env
+            [*command, "convert", "--source", "acme/ten", "--out", "out", "--stream"],
+            **{"cwd": tmp_path, "env": env, "stderr": subprocess.PIPE, "text": True},
         )
         finished.set()
         watcher.join()
         assert result.returncode == 0
+        assert f"in the order in which they are made: {order_text(plan['stream']['order'])}." in result.stderr
         cached = sum(p.stat().st_size for p in (tmp_path / "home").rglob("blobs/*"))
     local = subprocess.run([*command, "convert", "--source", str(ten), "--out", "local"], cwd=tmp_path)
     assert local.returncode == 0
@@ -458,9 +460,10 @@ def test_verify_streamed_finds_what_differs(streamed, ten, tmp_path):
 
 def disk_use(folder: Path) -> int:
     total = 0
-    for path in folder.rglob("*") if folder.is_dir() else ():
-        with suppress(FileNotFoundError):
-            total += path.stat().st_size
+    with suppress(FileNotFoundError):  # folders go too
+        for path in folder.rglob("*"):
+            with suppress(FileNotFoundError):
+                total += path.stat().st_size
     return total
 
 
@@ -484,6 +487,11 @@ def test_itinerary_against_all_orders():
 
     assert found.peak == peak(found.order)
     assert found.peak <= 1.2 * min(peak(order) for order in permutations(needs))
+
+
+def test_the_order_as_text():
+    names = [f"model-{n:05d}-of-00009.safetensors" for n in (1, 2, 3, 7, 6, 4, 5, 8, 9)]
+    assert order_text(names) == "1 to 3, 7, 6, 4 to 5, 8 to 9"
 
 
 def test_a_disk_that_is_too_small_is_found_before_anything_starts(monkeypatch, tmp_path):
