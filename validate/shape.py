@@ -75,7 +75,7 @@ def fits(value: object, shape: object) -> bool:
     if isinstance(shape, tuple):
         return isinstance(value, list) and len(value) == len(shape) and all(map(fits, value, shape))
     if shape == TEXT:
-        return isinstance(value, str) and value.isascii() | value.isprintable()
+        return isinstance(value, str) and not any("\ud800" <= c <= "\udfff" for c in value)  # so that it can be written
     if shape == FLAG:
         return isinstance(value, bool)
     if type(value) is int:
