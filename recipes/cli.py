@@ -74,6 +74,8 @@ def cli(ctx, prompt, max_tokens, no_verify, upload, private, create_pr, **build)
         if stream:
             found, told = verify_streamed(out, job.source, job.checkpoint, None)
         else:
+            if not new:
+                fetch(job.source, job.checkpoint)  # what a conversion just now has fetched is here
             found, told = verify_build(out, job.checkpoint, None, None), None
         evidence, failed = record_verification(out, found.as_dict(), found.passed, told), not found.passed
     if not new and (before := evidence_of(out))["smoke"]:

@@ -387,6 +387,16 @@ def test_a_streamed_build_is_verified_as_it_is_made(streamed, ten, tmp_path):
     assert "validation.json stands" in said
 
 
+def test_a_finished_build_whose_source_is_no_longer_here(server, run, tmp_path):
+    """The bare command on it verifies what was not verified: it fetches the source again."""
+    assert run("convert", "--source", REPO, "--out", "out").returncode == 0
+    shutil.rmtree(tmp_path / "home")
+    result = run("--source", REPO, "--out", "out", "--max-tokens", "2")
+    assert result.returncode == 0, result.stderr
+    assert "Complete already" in result.stderr
+    assert "Verified: every weight compared" in result.stdout
+
+
 def test_a_streamed_run_is_killed_and_compares_what_it_has_not(streamed, ten, tmp_path):
     command, server = streamed
     server.fail(Fault("GET", "safetensors", times=None, pause=0.002, chunk=1 << 16))
