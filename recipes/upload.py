@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from ..convert.account import MAIN, Target, find_target
+from ..convert.account import MAIN, PULLS, Target, find_target
 from ..convert.patience import keep_quiet
 from ..convert.publish import Push, differences, earlier_files, hash_files, plan_push, remote_files
 from ..convert.push import Pushed, push
@@ -84,8 +84,8 @@ def upload(folder: Path, target: Target, force: bool, dry_run: bool, say: Say, s
         contents[EVIDENCE] = as_json(evidence)
     if not evidence["smoke"] and provenance.mtp not in (None, "drop"):
         say("The drafts of the MTP head were not measured, and the card says so; `motif-convert smoke` measures them.")
-    branch = None if target.pull_request or target.branch in (MAIN, "") else target.branch
-    facts = {"repo": target.repo, "branch": branch}
+    for_main = target.pull_request or target.branch == MAIN or target.branch.startswith(PULLS)
+    facts = {"repo": target.repo, "branch": None if for_main else target.branch}
     contents |= renewed(folder, evidence, facts)
     names = list(dict.fromkeys([*files_of(folder, provenance), *contents]))
     progress = Progress(sum((folder / n).stat().st_size for n in names if n not in contents), "check")

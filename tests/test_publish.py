@@ -264,6 +264,7 @@ def test_branch(server, upload, builds):
     first = server.add_repo(REPO).find("main")
     assert_said(upload(builds["one"], REPO, "--revision", "v1/dev"), 0, "v1/dev")
     assert ours(server, revision="v1/dev") == tree_of(builds["one"])
+    assert f"hf download {REPO} --revision v1/dev --local-dir " in (builds["one"] / "README.md").read_text()
     assert server.repo(REPO).find("main") == first
     server.repo(REPO).refs["refs/tags/v1"] = first
     assert_refused(upload(builds["one"], REPO, "--revision", "v1"), "v1 is a tag")
@@ -285,6 +286,7 @@ def test_pull_request(server, upload, builds):
     result = upload(builds["many"], REPO, "--revision", "refs/pr/1")
     assert_said(result, 0)
     assert ours(server, revision="refs/pr/1") == tree_of(builds["many"])
+    assert f"mlx_lm.generate --model {REPO} " in (builds["many"] / "README.md").read_text(), "as it will be on main"
     server.repo(REPO).pulls[1].status = "closed"
     upload(builds["many"], REPO, "--create-pr", token=stranger)
     assert list(server.repo(REPO).pulls) == [1, 2]
