@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import bench
+import bench_measure
 from conftest import read_safetensors
 
 
@@ -34,7 +35,7 @@ def test_the_null_pipeline_reads_and_writes_as_much(tmp_path):
 
 def test_a_run_is_measured(tmp_path):
     code = "import time; data = bytearray(b'x') * (100 << 20); time.sleep(0.3)"
-    found = bench.run("a side", [sys.executable, "-c", code])
+    found = bench_measure.run("a side", [sys.executable, "-c", code])
     assert 100 << 20 < found.peak < 200 << 20
     assert found.wall >= 0.3
     assert 0 < found.cpu < found.wall
