@@ -19,7 +19,7 @@ from .shards import Written, as_json, index_json, write_file
 from .stream import Inspection, write_shards
 from .supply import AtHand, Downloads
 
-PROVENANCE = "motif-convert.json"
+PROVENANCE, CARD = "motif-convert.json", "README.md"
 PROVENANCE_FORMAT = 1
 
 # What is copied byte for byte; nothing else of a source is.
@@ -47,7 +47,7 @@ def write_repo(
     config.json is written last: without it no loader takes the folder for a model.
 
     Args:
-        card: makes README.md of motif-convert.json, which has all but `files` then.
+        card: makes the model card of motif-convert.json, which has all but `files` then.
         card_facts: JSON that the card needs beside, kept in motif-convert.json as `card`.
         progress: called with bytes of source done and the name of the shard.
         workers: threads that read and quantize; None for one a processor.
@@ -82,7 +82,7 @@ def write_repo(
         made = _provenance(plan, origin, losses) | {"card": card_facts}
         contents = copied | {
             MODEL_FILE: (files(__package__) / MODEL_FILE).read_bytes(),
-            "README.md": card(made).encode(),
+            CARD: card(made).encode(),
             INDEX: index_json(plan),
         }
         config = as_json(built_config(checkpoint.config, plan.quantized, plan.dominant, plan.config_keys()))

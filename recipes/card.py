@@ -12,7 +12,7 @@ import yaml
 
 from ..convert.checkpoint import Checkpoint, read_json, read_whole
 from ..convert.journal import sole_run
-from ..convert.repo import PROVENANCE
+from ..convert.repo import CARD, PROVENANCE
 from ..convert.shards import Written, as_json, write_file
 from ..quantize.errors import RecipeError, SourceError
 from ..validate.evidence import evidence_of
@@ -22,7 +22,6 @@ from .card_text import evidence_section, plain
 from .recipe import built_in, load_recipe, recipe_yaml
 from .show import experts_sentence, families_table, human_bytes, markdown_table, mtp_sentence
 
-CARD = "README.md"
 DEMO_ID = "demo-motif3"
 BEFORE = ".README.md.before"  # a card that was changed by hand, kept when it is written anew
 MAX_CARD_BYTES = 4 << 20

@@ -90,7 +90,7 @@ def _drafting(smoked: dict) -> list[str]:
         f"without: {speed['speed_up']:.2f} times, on {plain(smoked['device'])} in {smoked['dtype']}.",
     ]
     if smoked["failures"]:
-        lines.append(f"- **Failed**: {plain('; '.join(map(str, smoked['failures'])))}.")
+        lines.append(f"- **Failed**: {plain('; '.join(smoked['failures']))}.")
     return [lead, markdown_table(rows), "\n".join(lines)]
 
 

@@ -17,6 +17,7 @@ from .steps import (
     mtp_of,
     recipe_of,
     record_verification,
+    rewrite_card,
     say,
     show_evidence,
     show_plan,
@@ -25,7 +26,6 @@ from .steps import (
     verified_before,
     verify_build,
     verify_streamed,
-    write_card,
 )
 
 
@@ -205,12 +205,13 @@ def smoke(ctx, folder, as_json, **options):
 @card_extra_option
 def card(folder, card_extra):
     """Write README.md anew, the model card, with the evidence as it is now."""
+    from ..convert.repo import CARD
     from ..validate.provenance import check_is_build
     from .card import read_extra
 
     check_is_build(folder)
-    write_card(folder, read_extra(card_extra) if card_extra else None)
-    say(f"Written: {folder / 'README.md'}")
+    rewrite_card(folder, read_extra(card_extra) if card_extra else None)
+    say(f"Written: {folder / CARD}")
 
 
 @cli.command()

@@ -54,7 +54,7 @@ def convert_source(
         check_is_build_of(out, job.plan, origin_of(job.source, job.checkpoint))
         say(f"Complete already: {out}")
         if extra:
-            write_card(out, extra)
+            rewrite_card(out, extra)
         return job, out, False
     show_plan(job, out, stream, say)
     check_space(job, out, stream)
@@ -119,9 +119,10 @@ def generate_text(out: Path, prompt: str, max_tokens: int) -> None:
     click.echo()
 
 
-def write_card(out: Path, extra: str | None) -> None:
+def rewrite_card(out: Path, extra: str | None) -> None:
     """Writes the card anew."""
-    from .card import BEFORE, CARD, replace_card
+    from ..convert.repo import CARD
+    from .card import BEFORE, replace_card
 
     if replace_card(out, extra):
         say(f"{CARD} had been changed by hand; that one is kept as {BEFORE}.")
@@ -129,8 +130,8 @@ def write_card(out: Path, extra: str | None) -> None:
 
 def renew_card(out: Path, quiet: bool = False) -> None:
     """Puts all the evidence there is into the card, or ends what a kill has left half done of that."""
+    from ..convert.repo import CARD
     from ..quantize.errors import MotifConvertError
-    from .card import CARD
     from .card import renew_card as renew
 
     try:

@@ -13,13 +13,13 @@ from ..convert.account import MAIN, PULLS, Target, find_target
 from ..convert.patience import keep_quiet
 from ..convert.publish import Push, differences, earlier_files, hash_files, plan_push, remote_files
 from ..convert.push import Pushed, push
-from ..convert.repo import PROVENANCE
+from ..convert.repo import CARD, PROVENANCE
 from ..convert.shards import as_json, write_file
 from ..quantize.errors import SourceError, quoted
 from ..validate.evidence import EVIDENCE, PICTURE, evidence_of, lacking, what_lacks
 from ..validate.provenance import Provenance, check_is_build
 from ..validate.ready import check_hashes, check_structure, files_of
-from .card import CARD, is_as_written, note, renew_card, renewed
+from .card import is_as_written, note, renew_card, renewed
 from .progress import Progress
 from .show import human_bytes, text_table
 

@@ -74,7 +74,7 @@ def what_lacks(evidence: dict) -> list[str]:
     elif verified["sampled"] != 1:
         lines.append(f"verify not run in full: {100 * verified['sampled']:.1f} % of the weights compared")
     if smoked is not None and not smoked["passed"]:
-        lines.append(f"smoke failed: {'; '.join(map(str, smoked.get('failures') or ['it does not say why']))}")
+        lines.append(f"smoke failed: {'; '.join(smoked['failures']) or 'it does not say why'}")
     return lines
 
 

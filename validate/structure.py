@@ -9,13 +9,13 @@ from ..convert.checkpoint import INDEX, Checkpoint, read_json, read_whole
 from ..convert.headers import TensorInfo, read_header
 from ..convert.journal import JOURNAL
 from ..convert.plan import Plan
-from ..convert.repo import COPIED, PROVENANCE
+from ..convert.repo import CARD, COPIED, PROVENANCE
 from ..convert.shards import Written
 from ..quantize.errors import SourceError
 from .provenance import one_line
 
 EVIDENCE = ("validation.json", "validation.png")  # made by verify and smoke, after motif-convert.json
-RENEWED = {f".{name}.partial" for name in (PROVENANCE, "README.md", *EVIDENCE)}  # of a kill; written again in time
+RENEWED = {f".{name}.partial" for name in (PROVENANCE, CARD, *EVIDENCE)}  # of a kill; written again in time
 MOST = 20  # lines about one kind of fault
 
 Shards = dict[str, dict[str, TensorInfo]]  # file -> its tensors by name
