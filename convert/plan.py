@@ -74,6 +74,10 @@ class Module:
         return prod(self.shape)
 
     @property
+    def rows(self) -> int:
+        return prod(self.shape[:-1])
+
+    @property
     def origin(self) -> str | None:
         """What was done to a stack of NVFP4 experts; None for all else."""
         if self.source_dtype != "NVFP4":

@@ -44,6 +44,14 @@ def row_runs(module: Module, row_bytes: int, matrix: int | None = None) -> Itera
             yield Rows(index, first, min(step, end - first))
 
 
+def placed(runs: Iterator[Rows]) -> Iterator[tuple[int, Rows]]:
+    """Each run with the number of rows before it."""
+    first = 0
+    for run in runs:
+        yield first, run
+        first += run.count
+
+
 def read_rows(
     checkpoint: Checkpoint, module: Module, source: str, row_bytes: int, run: Rows, into: np.ndarray | None = None
 ) -> np.ndarray:

@@ -5,10 +5,10 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 
 from ..quantize.errors import OutputError
 from .plan import Module, Plan
@@ -33,36 +33,37 @@ class Written:
 
 
 class HashedFile:
-    """A file written from front to back, its sha256 computed on the way, in a thread beside the writing.
+    """A file of which threads write pieces at their places, hashed from front to back on the way.
 
-    What is written must not change until the next call; one block is hashed at a time.
+    `size` is where the next bytes to be hashed belong.
     """
 
     def __init__(self, fd: int, path: Path):
         self._fd, self._path = fd, path
         self._hash = hashlib.sha256()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="sha256")
-        self._hashing: Future | None = None
+        self._writing = Lock()  # one writer at a time: the kernel lets the others spin
         self.size = 0
 
-    def write(self, data) -> None:
-        """Appends bytes, or a C-contiguous array's bytes."""
-        view = memoryview(data).cast("B")
-        self._wait()
-        self._hashing = self._thread.submit(self._hash.update, view)
-        self.write_at(self.size, view)
-        self.size += view.nbytes
-
     def write_at(self, offset: int, data) -> None:
-        """Writes ahead of `size`, where `take` will find it."""
+        """Writes bytes, or a C-contiguous array's bytes; any thread may. `hash` or `take` has to see them later."""
         view, done = memoryview(data).cast("B"), 0
-        with _writing(self._path):
+        with self._writing, _writing(self._path):
             while done < view.nbytes:
                 done += os.pwrite(self._fd, view[done:], offset + done)
 
+    def hash(self, data) -> None:
+        """Hashes the next bytes of the file, which have been written there."""
+        view = memoryview(data).cast("B")
+        self._hash.update(view)
+        self.size += view.nbytes
+
+    def write(self, data) -> None:
+        """Appends bytes, or a C-contiguous array's bytes."""
+        self.write_at(self.size, data)
+        self.hash(data)
+
     def take(self, count: int) -> None:
-        """Appends the next `count` bytes, which are in the file already: they are read back and hashed."""
-        self._wait()
+        """Hashes the next `count` bytes, which have been written: they are read back."""
         buffer = bytearray(min(count, TAKE_BYTES))
         while count:
             view = memoryview(buffer)[:count]
@@ -70,19 +71,11 @@ class HashedFile:
                 got = os.preadv(self._fd, [view], self.size)
             if got == 0:
                 raise OutputError(f"{self._path}: became shorter while it was written")
-            self._hash.update(view[:got])
-            self.size, count = self.size + got, count - got
-
-    def _wait(self) -> None:
-        if self._hashing is not None:
-            self._hashing.result()
+            self.hash(view[:got])
+            count -= got
 
     def written(self) -> Written:
-        self._wait()
         return Written(self.size, self._hash.hexdigest())
-
-    def close(self) -> None:
-        self._thread.shutdown()
 
 
 @contextmanager
@@ -114,7 +107,6 @@ def new_file(path: Path) -> Iterator[HashedFile]:
             with _writing(path):
                 os.fsync(fd)
         finally:
-            file.close()
             os.close(fd)
         with _writing(path):
             os.replace(partial, path)

@@ -18,7 +18,7 @@ from .journal import Journal
 from .losses import requantization_errors
 from .nvfp4 import SPAN, check_expert_scales, expert_scales
 from .plan import Module, Plan
-from .rows import Rows, finite_reader, float_runs, read_block_scales, read_rows, row_runs
+from .rows import Rows, finite_reader, float_runs, placed, read_block_scales, read_rows, row_runs
 from .shards import HashedFile, new_file, shard_header
 from .supply import AtHand, Downloads, shard_needs
 from .workers import Buffers, Workers, processors
@@ -118,37 +118,39 @@ def _write_module(
 def _write_floats(
     module: Module, checkpoint: Checkpoint, file: HashedFile, threads: Workers, progress, allow_nonfinite: bool
 ) -> None:
-    (stored,), read = module.stored, finite_reader(module, checkpoint, allow_nonfinite)
+    (stored,), read, start = module.stored, finite_reader(module, checkpoint, allow_nonfinite), file.size
+    row_bytes = stored.nbytes // module.rows
 
-    def floats(run: Rows, buffers: Buffers) -> np.ndarray:
+    def floats(place: tuple[int, Rows], buffers: Buffers) -> np.ndarray:
+        first, run = place
         rows = read(run, buffers)
-        return rows if stored.dtype == module.float_dtype else cast(rows, module.float_dtype, stored.dtype)[0]
+        rows = rows if stored.dtype == module.float_dtype else cast(rows, module.float_dtype, stored.dtype)[0]
+        file.write_at(start + first * row_bytes, rows)
+        return rows
 
-    for rows in threads.in_order(floats, float_runs(module)):
-        file.write(rows)
+    for rows in threads.in_order(floats, placed(float_runs(module))):
+        file.hash(rows)
         progress(rows.size * module.source_nbytes // module.parameters)
 
 
 def _write_quantized(module: Module, checkpoint: Checkpoint, file: HashedFile, threads: Workers, progress) -> None:
     """Scales and biases stand behind all codes in the file; they go to their places at once, so that none are held."""
     read, precision = finite_reader(module, checkpoint), module.precision
-    ends = list(accumulate((t.nbytes for t in module.stored), initial=file.size))
-    places = {".scales": ends[1], ".biases": ends[2]}
+    starts = accumulate((t.nbytes for t in module.stored), initial=file.size)
+    places = list(zip((".weight", ".scales", ".biases"), module.stored, starts, strict=False))
 
-    def quantize(run: Rows, buffers: Buffers) -> dict[str, np.ndarray]:
-        into = {
-            suffix: buffers.array(suffix, RAW_DTYPES[t.dtype], (run.count, t.shape[-1]))
-            for suffix, t in zip((".weight", *places), module.stored, strict=True)
-        }
-        return affine_quantize(read(run, buffers), module.float_dtype, precision, into)
+    def quantize(place: tuple[int, Rows], buffers: Buffers) -> np.ndarray:
+        first, run = place
+        into = {suffix: buffers.array(suffix, RAW_DTYPES[t.dtype], (run.count, t.shape[-1])) for suffix, t, _ in places}
+        made = affine_quantize(read(run, buffers), module.float_dtype, precision, into)
+        for suffix, t, start in places:
+            file.write_at(start + first * (t.nbytes // module.rows), made[suffix])
+        return made[".weight"]
 
-    for made in threads.in_order(quantize, float_runs(module)):
-        for suffix in places:
-            file.write_at(places[suffix], made[suffix])
-            places[suffix] += made[suffix].nbytes
-        file.write(made[".weight"])
-        progress(len(made[".weight"]) * module.shape[-1] * module.source_nbytes // module.parameters)
-    file.take(ends[-1] - ends[1])
+    for codes in threads.in_order(quantize, placed(float_runs(module))):
+        file.hash(codes)
+        progress(len(codes) * module.shape[-1] * module.source_nbytes // module.parameters)
+    file.take(sum(t.nbytes for t in module.stored[1:]))
 
 
 def _write_nvfp4(module: Module, checkpoint: Checkpoint, file: HashedFile, threads: Workers, progress) -> None:
@@ -163,8 +165,16 @@ def _write_nvfp4(module: Module, checkpoint: Checkpoint, file: HashedFile, threa
         return read_block_scales(checkpoint, module, run, buffers)
 
     def copy(read, row_bytes: int) -> None:
-        for rows in threads.in_order(read, row_runs(module, row_bytes)):
-            file.write(rows)
+        start = file.size
+
+        def copied(place: tuple[int, Rows], buffers: Buffers) -> np.ndarray:
+            first, run = place
+            rows = read(run, buffers)
+            file.write_at(start + first * row_bytes, rows)
+            return rows
+
+        for rows in threads.in_order(copied, placed(row_runs(module, row_bytes))):
+            file.hash(rows)
             progress(rows.nbytes)
 
     copy(codes, width // 2)

@@ -43,13 +43,12 @@ class Workers:
     def __init__(self, count: int):
         self._pool = ThreadPoolExecutor(count, thread_name_prefix="rows")
         self._ahead = count + 1
-        self._buffers = cycle([Buffers() for _ in range(self._ahead + 1)])
+        self._buffers = cycle([Buffers() for _ in range(self._ahead)])
 
     def in_order(self, work: Callable[[Item, Buffers], Result], items: Iterable[Item]) -> Iterator[Result]:
         """Yields work(item, buffers) for every item, in order, whichever is done first.
 
-        What lies in the buffers stays as it is until the result after the next one is asked for: a file may
-        still be hashing one result while the next is written.
+        What lies in the buffers stays as it is until the next result is asked for.
         """
         pending: deque[Future] = deque()
         try:
