@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -249,10 +250,20 @@ def _target_of_build(no_verify: bool, upload: str | None, private: bool, create_
     return target_of(upload, None, create_pr, private, say)
 
 
+def _be_sturdy() -> None:
+    """A polite kill and a closed terminal end a run as Ctrl-C does; a standard input that is closed becomes empty."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_DFL:  # not under nohup
+            signal.signal(number, signal.default_int_handler)
+    if sys.stdin is None:
+        os.open(os.devnull, os.O_RDONLY)  # as 0, which mlx takes for a failure to open its own file
+
+
 def main() -> None:
     """Entry point: runs a command, and turns what a user can mend into one line."""
     from ..quantize.errors import CheckError, MotifConvertError
 
+    _be_sturdy()
     try:
         # Not cli.main(): it ends a broken pipe with exit code 1, whatever standalone_mode says.
         with cli.make_context("motif-convert", sys.argv[1:]) as context:

@@ -3,11 +3,11 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import warm
 from motif_convert.convert.names import entries
 from motif_convert.quantize.kernels import f32_to_bf16
 
@@ -141,10 +141,8 @@ def read_safetensors(folder: Path) -> dict[str, tuple[str, tuple, bytes]]:
 
 
 def motif_convert(*args: object, cwd: Path | None = None, env: dict | None = None) -> subprocess.CompletedProcess:
-    """Runs the installed command; its output is text."""
-    command = [str(Path(sys.executable).with_name("motif-convert")), *map(str, args)]
-    environment = environment_with({"HF_HUB_OFFLINE": "1"} | (env or {}))
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600)
+    """Runs the command, warm where it can be; its output is text."""
+    return warm.run(args, environment_with({"HF_HUB_OFFLINE": "1"} | (env or {})), cwd)
 
 
 def environment_with(changes: dict[str, str | None]) -> dict[str, str]:
