@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 DEMO := build/demo
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench fuzz audit clean
 
 demo: $(VENV)/.installed
 	rm -rf $(DEMO)
@@ -19,6 +19,13 @@ lint: $(VENV)/.installed-test
 
 bench: $(VENV)/.installed-test
 	$(BIN)/python tests/bench.py
+
+FUZZ_SECONDS ?= 600
+fuzz: $(VENV)/.installed-test
+	$(BIN)/python tests/fuzz.py --seconds $(FUZZ_SECONDS)
+
+audit: $(VENV)/.installed-test
+	$(BIN)/python .ci/audit
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12 ...")'

@@ -42,6 +42,7 @@ class Checkpoint:
     config_sha256: str
     index_sha256: str | None
     shard_folder: Path
+    _stamps: dict[str, tuple] = field(default_factory=dict)
     _files: dict[str, int] = field(default_factory=dict)
     _lock: Lock = field(default_factory=Lock)
 
@@ -73,8 +74,29 @@ class Checkpoint:
     def _open(self, shard: str) -> int:
         with self._lock:
             if shard not in self._files:
-                self._files[shard] = os.open(self.shard_folder / shard, os.O_RDONLY)
+                fd = os.open(self.shard_folder / shard, os.O_RDONLY)
+                self._files[shard] = fd
+                self._stamps.setdefault(shard, _stamp(os.fstat(fd)))
+                self._check(shard)
             return self._files[shard]
+
+    def check_unchanged(self) -> None:
+        """Refuses files that are open here and have been written to, or exchanged, since their headers were read.
+
+        Raises:
+            SourceError: naming the shard.
+        """
+        with self._lock:
+            for shard in self._files:
+                self._check(shard)
+
+    def _check(self, shard: str) -> None:
+        try:
+            there = _stamp(os.stat(self.shard_folder / shard))
+        except OSError as e:
+            raise SourceError(f"{shard}: went away while it was read: {e.strerror}") from None
+        if {_stamp(os.fstat(self._files[shard])), there} != {self._stamps[shard]}:
+            raise SourceError(f"{shard}: has changed while it was read; let it rest, and run the same command again")
 
     def close(self) -> None:
         with self._lock:
@@ -89,6 +111,11 @@ class Checkpoint:
         self.close()
 
 
+def _stamp(status: os.stat_result) -> tuple[int, int, int]:
+    """What changes when a file is written to, or exchanged for another."""
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
 def open_checkpoint(
     folder: Path, header: Callable[[str], list[TensorInfo]] | None = None, files: Iterable[str] = ()
 ) -> Checkpoint:
@@ -100,6 +127,7 @@ def open_checkpoint(
     Raises:
         SourceError: with all that is wrong with the folder's shards listed.
     """
+    stamps = {} if header else {p.name: _stamp(p.stat()) for p in folder.glob("*.safetensors") if p.is_file()}
     header = header or (lambda shard: read_header(folder / shard))
     present = {p.name for p in folder.glob("*.safetensors")} | {f for f in files if f.endswith(".safetensors")}
     config, config_sha = read_json(folder / "config.json")
@@ -131,7 +159,7 @@ def open_checkpoint(
     problems += [f"{quoted(s)}: not in {INDEX}; remove it, or restore the index that names it" for s in strays]
     if problems:
         raise SourceError(listing(f"{folder}: the checkpoint is not whole", problems))
-    return Checkpoint(folder, config, tensors, frozenset(others), config_sha, index_sha, folder)
+    return Checkpoint(folder, config, tensors, frozenset(others), config_sha, index_sha, folder, stamps)
 
 
 def read_json(path: Path) -> tuple[dict, str]:

@@ -8,7 +8,7 @@ from io import FileIO
 from pathlib import Path
 
 from ..quantize.errors import SourceError
-from .hub import HubFile, Source, hub_errors
+from .hub import HubFile, Source, hub_errors, private_folder
 
 ATTEMPTS = 6  # in a row that bring nothing, before a download is given up
 CHUNK = 1 << 20
@@ -39,7 +39,7 @@ def fetch(
     file = source.files[name]
     blob = blob_path(source, name)
     if into is not None:
-        into.mkdir(exist_ok=True)
+        private_folder(into)
         if not (into / name).exists() and blob.exists() and _is(blob, file):
             (into / name).symlink_to(blob.resolve())
             progress(file.size)

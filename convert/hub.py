@@ -59,6 +59,13 @@ def own_folder() -> Path:
     return Path(constants.HF_HOME) / "motif-convert"
 
 
+def private_folder(folder: Path) -> Path:
+    """Makes a folder that is this user's alone, if it is not there."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
 @contextmanager
 def hub_errors(repo: str, revision: str | None = None) -> Iterator[None]:
     """Says what went wrong between here and the Hub in a line. Raises SourceError."""

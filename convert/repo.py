@@ -41,6 +41,7 @@ def write_repo(
     workers: int | None = None,
     supply: AtHand | Downloads | None = None,
     inspection: Inspection | None = None,
+    recheck: Callable[[str], None] | None = None,
 ) -> dict:
     """Converts `checkpoint` into the MLX repository `out`, or goes on with an interrupted run.
 
@@ -52,7 +53,7 @@ def write_repo(
         progress: called with bytes of source done and the name of the shard.
         workers: threads that read and quantize; None for one a processor.
         supply: brings the source's shards; None where they are at hand.
-        inspection: see `write_shards`.
+        inspection, recheck: see `write_shards`.
     Returns:
         motif-convert.json.
     Raises:
@@ -73,7 +74,7 @@ def write_repo(
             supply.have(frozenset(checkpoint.tensors[s].shard for m in cast_modules(plan) for s in m.sources))
             casts = check_casts(plan, checkpoint)
             copied = {p.name: read_whole(p) for p in _to_copy(checkpoint.folder)}
-            write_shards(plan, checkpoint, journal, progress, workers, supply, inspection)
+            write_shards(plan, checkpoint, journal, progress, workers, supply, inspection, recheck)
         except SourceError:
             journal.discard()
             raise

@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from .plan import Module, Plan
 
 METADATA = {"format": "mlx"}
 TAKE_BYTES = 4 << 20
+GO_ON = "; free some space and run the same command again"
 
 
 @dataclass(frozen=True)
@@ -84,16 +86,18 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as e:
-        hint = "; free some space and run the same command again" if e.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        hint = GO_ON if e.errno in (errno.ENOSPC, errno.EDQUOT) else ""
         raise OutputError(f"{path}: could not be written: {e.strerror}{hint}") from e
 
 
 @contextmanager
-def new_file(path: Path) -> Iterator[HashedFile]:
+def new_file(path: Path, nbytes: int = 0) -> Iterator[HashedFile]:
     """A file that takes its name when it is complete and on the disk.
 
     Until then it is `.<name>.partial`, which no loader looks at; on an error it is removed.
 
+    Args:
+        nbytes: that it will have, if it is worth asking for them before they are made.
     Raises:
         OutputError: it could not be written.
     """
@@ -103,6 +107,10 @@ def new_file(path: Path) -> Iterator[HashedFile]:
             fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
         file = HashedFile(fd, path)
         try:
+            with _writing(path):
+                free = shutil.disk_usage(path.parent).free
+            if nbytes > free:
+                raise OutputError(f"{path}: {nbytes:,} bytes are needed and {free:,} are free{GO_ON}")
             yield file
             with _writing(path):
                 os.fsync(fd)
@@ -114,6 +122,12 @@ def new_file(path: Path) -> Iterator[HashedFile]:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def sha256_of(path: Path) -> str:
+    """The hex sha256 of a file's content. Raises OSError."""
+    with path.open("rb", buffering=0) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_file(path: Path, data: bytes) -> Written:

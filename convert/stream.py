@@ -19,7 +19,7 @@ from .losses import requantization_errors
 from .nvfp4 import SPAN, check_expert_scales, expert_scales
 from .plan import Module, Plan
 from .rows import Rows, finite_reader, float_runs, placed, read_block_scales, read_rows, row_runs
-from .shards import HashedFile, new_file, shard_header
+from .shards import HashedFile, new_file, sha256_of, shard_header
 from .supply import AtHand, Downloads, shard_needs
 from .workers import Buffers, Workers, processors
 
@@ -42,6 +42,7 @@ def write_shards(
     workers: int | None = None,
     supply: AtHand | Downloads | None = None,
     inspection: Inspection | None = None,
+    recheck: Callable[[str], None] | None = None,
 ) -> None:
     """Writes every shard of the plan that the journal lacks.
 
@@ -50,6 +51,8 @@ def write_shards(
         workers: threads that read and quantize; None for one a processor. The bytes do not depend on it.
         supply: brings the source's shards; None where they are at hand.
         inspection: of each shard, before what it is made of may go.
+        recheck: called with each shard that an earlier run has finished and that is not any more what was written; it
+            is written again. None: size and journal are trusted.
     Raises:
         SourceError, OutputError. CheckError: by the inspection; that shard will be written again.
     """
@@ -57,7 +60,11 @@ def write_shards(
     written = set()
     for name, modules in shards.items():
         done, path = journal.shards.get(name), journal.path.parent / name
-        if done and path.is_file() and path.stat().st_size == done.size:
+        there = done and path.is_file() and path.stat().st_size == done.size
+        if there and recheck and sha256_of(path) != done.sha256:
+            there = False
+            recheck(name)
+        if there:
             progress(sum(m.source_nbytes for m in modules), name)
             written.add(name)
             if not (inspection and inspection.lacks(name, done.sha256)):
@@ -76,10 +83,12 @@ def write_shards(
 def _write_shard(name: str, plan: Plan, checkpoint: Checkpoint, journal: Journal, threads: Workers, progress) -> None:
     modules, keep = plan.shards[name], plan.allow_nonfinite
     check_expert_scales(checkpoint, sorted({m.source for m in modules if m.source_dtype == "NVFP4"}))
-    with new_file(journal.path.parent / name) as file:
-        file.write(shard_header(modules))
+    header = shard_header(modules)
+    with new_file(journal.path.parent / name, len(header) + sum(m.nbytes for m in modules)) as file:
+        file.write(header)
         for module in modules:
             _write_module(module, checkpoint, file, threads, lambda count: progress(count, name), keep)
+        checkpoint.check_unchanged()
     journal.shards[name] = file.written()
     journal.requantized |= requantization_errors(modules, checkpoint)
     journal.save()

@@ -25,7 +25,9 @@ MOST_ITEMS = 1000
 
 
 def listing(head: str, items: list[str]) -> str:
-    """`head` and every item below it: one mistake rarely comes alone."""
+    """`head` and every item below it, or a single one on its line: one mistake rarely comes alone."""
+    if len(items) == 1:
+        return f"{head}: {items[0]}"
     shown = items[:MOST_ITEMS]
     if len(items) > MOST_ITEMS:
         shown.append(f"and {len(items) - MOST_ITEMS} more")

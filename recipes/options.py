@@ -92,6 +92,11 @@ def convert_options(command: Callable) -> Callable:
                 is_flag=True,
                 help="Keep NaN and infinite values in tensors that are not quantized.",
             ),
+            click.option(
+                "--recheck",
+                is_flag=True,
+                help="Read what an interrupted run has finished, instead of trusting size and state file.",
+            ),
             card_extra_option,
         )
     ):

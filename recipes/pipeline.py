@@ -142,6 +142,7 @@ def convert(
     downloaded: Callable[[int, str], None] = lambda count, name: None,
     compared: Callable[[int], None] | None = None,
     extra: str | None = None,
+    recheck: Callable[[str], None] | None = None,
 ) -> dict:
     """Writes the MLX repository; see `write_repo`.
 
@@ -151,6 +152,7 @@ def convert(
         compared: called with bytes that were compared, if each shard is to be compared with the source as soon as it
             is written; see `verify_streamed`, which then needs no download. None: not now.
         extra: a user's own text for the card.
+        recheck: see `write_shards`.
     """
     into = out / STREAMED if stream else None
     name = _build_name(job.source.name, job.plan.recipe, job.plan.mtp)
@@ -169,6 +171,7 @@ def convert(
             workers,
             supply,
             inspection,
+            recheck,
         )
         if not stream:  # what an interrupted run with it has left
             shutil.rmtree(out / STREAMED, ignore_errors=True)

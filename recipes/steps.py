@@ -22,6 +22,7 @@ def convert_source(
     out: Path | None,
     workers: int | None,
     allow_nonfinite: bool,
+    recheck: bool,
     card_extra: Path | None,
     compare: bool = False,
 ):
@@ -33,6 +34,7 @@ def convert_source(
     from ..convert.journal import check_unused
     from ..convert.repo import begun_at, check_is_build_of, is_finished, origin_of
     from ..convert.stream import left_to_mlx
+    from ..quantize.errors import CheckError, listing
     from . import card, pipeline
     from .disk import check_space, download_of
     from .progress import Progress
@@ -52,6 +54,8 @@ def convert_source(
     if finished:
         renew_card(out, quiet=True)
         check_is_build_of(out, job.plan, origin_of(job.source, job.checkpoint))
+        if recheck and (wrong := wrong_files(out)):
+            raise CheckError(listing(f"{out}: damaged since it was finished; make it again in another --out", wrong))
         say(f"Complete already: {out}")
         if extra:
             rewrite_card(out, extra)
@@ -74,6 +78,7 @@ def convert_source(
             downloaded or (lambda count, name: None),
             (lambda count: compared(count, "verify")) if compared else None,
             extra,
+            (lambda name: say(f"{name} is not what was written any more: it is written again.")) if recheck else None,
         )
     except KeyboardInterrupt:
         say(f"Interrupted. Run the same command again (--out {out}) to go on.")
@@ -206,27 +211,34 @@ def verify_streamed(folder: Path, source, checkpoint, workers: int | None, quiet
 
 def verified_before(folder: Path) -> bool:
     """Whether the evidence says that all was compared, and the build is still what it was: structure and hashes."""
-    from ..validate.contents import digest
     from ..validate.evidence import is_verified
-    from ..validate.provenance import read_provenance
-    from ..validate.ready import check_hashes, check_structure
-    from .progress import Progress
+    from ..validate.ready import check_structure
 
     renew_card(folder, quiet=True)
     if not is_verified(folder) or check_structure(folder)[1]:
         return False
+    same = not wrong_files(folder)
+    if same:
+        say("Compared with the source before, and its files have kept their hashes: validation.json stands.")
+    return same
+
+
+def wrong_files(folder: Path) -> list[str]:
+    """What motif-convert.json says of a build's files and is not so any more: all are read."""
+    from ..validate.contents import digest
+    from ..validate.provenance import read_provenance
+    from ..validate.ready import check_hashes
+    from .progress import Progress
+
     provenance = read_provenance(folder)
     progress, found = Progress(sum(f.size for f in provenance.files.values()), "check"), {}
     try:
         for name, file in provenance.files.items():
             found[name] = digest(folder / name).sha256
             progress(file.size, name)
-        same = not check_hashes(provenance, found)
     finally:
         progress.close()
-    if same:
-        say("Compared with the source before, and its files have kept their hashes: validation.json stands.")
-    return same
+    return check_hashes(provenance, found)
 
 
 def record_verification(folder: Path, result: dict, passed: bool, job=None) -> dict | None:

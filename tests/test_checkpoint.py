@@ -408,15 +408,45 @@ def test_reads_no_more_than_it_is_asked_for(tmp_path):
         assert bytes(checkpoint.read("big", size // 2, 4)) == bytes(4)
 
 
-@pytest.mark.parametrize("already_read", [False, True])
-def test_shard_cut_after_opening(two, already_read):
+def test_shard_cut_while_it_is_read(two):
     with open_checkpoint(two) as checkpoint:
-        if already_read:
-            checkpoint.read("b", 0, 16)
+        checkpoint.read("b", 0, 16)
         os.truncate(two / SECOND, (two / SECOND).stat().st_size - 1)
         assert bytes(checkpoint.read("b", 0, 15)) == b"\7" * 15
         with pytest.raises(SourceError, match=f"{SECOND}: ended while b was read; .* download it again"):
             checkpoint.read("b", 0, 16)
+
+
+def _written_to(path: Path):
+    with path.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"x")
+
+
+def _exchanged(path: Path):
+    new = path.with_name("new")
+    new.write_bytes(path.read_bytes())
+    new.replace(path)
+
+
+def _cut(path: Path):
+    os.truncate(path, path.stat().st_size - 1)
+
+
+@pytest.mark.parametrize("change", [_written_to, _exchanged, _cut])
+@pytest.mark.parametrize("already_read", [False, True])
+def test_shard_that_changes(two, change, already_read):
+    """Between its header and its weights, or between two reads."""
+    with open_checkpoint(two) as checkpoint:
+        if already_read:
+            checkpoint.read("b", 0, 16)
+            checkpoint.check_unchanged()
+        change(two / SECOND)
+        with pytest.raises(SourceError, match=f"{SECOND}: has changed while it was read"):
+            checkpoint.check_unchanged() if already_read else checkpoint.read("b", 0, 1)
+        checkpoint.close()
+        with pytest.raises(SourceError, match=f"{SECOND}: has changed while it was read"):
+            checkpoint.read("b", 0, 1)
 
 
 def test_shard_removed_after_opening(two):
@@ -424,3 +454,11 @@ def test_shard_removed_after_opening(two):
         (two / FIRST).unlink()
         with pytest.raises(SourceError, match=f"{FIRST}: a could not be read: No such file"):
             checkpoint.read("a", 0, 1)
+
+
+def test_shard_removed_while_it_is_read(two):
+    with open_checkpoint(two) as checkpoint:
+        checkpoint.read("a", 0, 1)
+        (two / FIRST).unlink()
+        with pytest.raises(SourceError, match=f"{FIRST}: went away while it was read"):
+            checkpoint.check_unchanged()

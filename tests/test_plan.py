@@ -456,7 +456,7 @@ def test_config_says_what_became_of_the_head(tmp_path, mtp, keys):
 @pytest.mark.parametrize(("mtp", "bits"), [("8", 8), ("4.5", 4)])
 def test_inputs_of_the_head_that_groups_do_not_divide(tmp_path, mtp, bits):
     folder = write_small(tmp_path / "source", intermediate_size=200)
-    message = f"MTP policy {mtp}: group_size 64 does not divide the inputs:\n  - mtp.mlp.down_proj has 200 inputs"
+    message = f"MTP policy {mtp}: group_size 64 does not divide the inputs: mtp.mlp.down_proj has 200 inputs"
     with pytest.raises(RecipeError) as refusal:
         plan_of(folder, mtp=mtp)
     assert str(refusal.value) == message

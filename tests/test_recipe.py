@@ -332,9 +332,8 @@ def test_a_recipe_may_not_cast_what_it_keeps():
     text = "name: r\nrules:\n  - match: lm_head\n    dtype: fp16\n  - match: '*'\n    dtype: bf16\n"
     with open_checkpoint(TINY) as checkpoint, pytest.raises(RecipeError) as error:
         make_plan(checkpoint, parse_recipe(text, "r.yaml"))
-    head, *lines = str(error.value).split("\n  - ")
-    assert "r.yaml" in head
-    assert lines == ["lm_head is BF16, not F16; write `dtype: source`"]
+    assert "r.yaml" in str(error.value)
+    assert str(error.value).endswith(": lm_head is BF16, not F16; write `dtype: source`")
 
 
 def test_a_group_size_that_does_not_divide_names_every_module():

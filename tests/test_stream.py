@@ -362,6 +362,70 @@ def test_source_cut_off_in_the_middle_of_a_run(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_source_that_changes_in_the_middle_of_a_run(tmp_path):
+    source = Path(shutil.copytree(TINY, tmp_path / "source"))
+    job = prepare(str(source), "4.5bit", None)
+    shard = source / job.checkpoint.tensors["lm_head.weight"].shard
+    content, changed = shard.read_bytes(), []
+
+    def progress(count: int, name: str) -> None:
+        """Half way: somebody copies the file once more."""
+        changed.append(count)
+        if len(changed) == 50:
+            shard.chmod(0o644)
+            shard.write_bytes(content)
+
+    with pytest.raises(SourceError, match=f"{shard.name}: has changed while it was read"):
+        run(job, tmp_path / "out", progress)
+    assert len(changed) > 50
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_shard_asks_for_its_room_first(tmp_path):
+    """Before hours of work go into it; what an earlier try has left there does not count against it."""
+    path, left = tmp_path / "file", tmp_path / ".file.partial"
+    left.write_bytes(bytes(5000))
+    message = f"{path}: .* bytes are needed and .* are free; free some space"
+    with pytest.raises(OutputError, match=message), new_file(path, 1 << 60):
+        pytest.fail("was begun")
+    assert not list(tmp_path.iterdir())
+
+
+# --- what was finished is read again on request ---
+
+
+def test_recheck(states, built, tmp_path):
+    """A bit that turned on the disk keeps size and time; without --recheck nobody looks at it before verify."""
+    out = shutil.copytree(state_after(states, "config.json"), tmp_path / "out")
+    shard = out / SHARD
+    data = bytearray(shard.read_bytes())
+    data[-100] ^= 1
+    shard.write_bytes(data)
+    kept = shutil.copytree(out, tmp_path / "kept")
+    result = motif_convert("convert", "--source", TINY, "--out", kept)
+    assert result.returncode == 0, result.stderr
+    assert differing(kept, built(TINY)) == [SHARD]
+    result = motif_convert("convert", "--source", TINY, "--out", kept, "--recheck")
+    assert result.returncode == 1
+    assert f"{SHARD}: " in result.stderr
+    result = motif_convert("convert", "--source", TINY, "--out", out, "--recheck")
+    assert result.returncode == 0, result.stderr
+    assert f"{SHARD} is not what was written any more: it is written again." in result.stderr
+    assert differing(out, built(TINY)) == []
+    result = motif_convert("convert", "--source", TINY, "--out", out, "--recheck")
+    assert result.returncode == 0, result.stderr
+    assert "Complete already" in result.stderr
+
+
+def test_recheck_leaves_what_is_right(states, tmp_path):
+    out = shutil.copytree(state_after(states, "config.json"), tmp_path / "out")
+    before = (out / SHARD).stat()
+    result = motif_convert("convert", "--source", TINY, "--out", out, "--recheck")
+    assert result.returncode == 0, result.stderr
+    assert "written again" not in result.stderr
+    assert (out / SHARD).stat().st_ino == before.st_ino
+
+
 # --- a run that is large enough to be stopped from outside ---
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ..convert.checkpoint import Checkpoint, read_json
 from ..convert.headers import read_header
+from ..convert.hub import private_folder
 from ..convert.plan import Module, Plan
 from ..convert.shards import as_json, write_file
 from ..quantize.errors import CheckError, SourceError
@@ -101,8 +102,7 @@ class Comparisons:
         self.of[shard] = found
         if found.passed:
             rows = [{k: v for k, v in asdict(r).items() if k not in NOT_KEPT} for r in found.results]
-            self.kept.mkdir(parents=True, exist_ok=True)
-            write_file(self.kept / f"{shard}.json", as_json({"sha256": found.sha256, "results": rows}))
+            write_file(private_folder(self.kept) / f"{shard}.json", as_json({"sha256": found.sha256, "results": rows}))
         return found
 
     def _read(self, shard: str) -> Compared | None:

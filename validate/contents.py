@@ -4,7 +4,6 @@ What a block has to be is computed from the source and compared bit for bit. It 
 goes in and out is small and can be pickled, and each call opens and closes its files.
 """
 
-import hashlib
 import os
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..convert.shards import sha256_of
 from ..quantize.errors import SourceError
 from .arithmetic import RAW, Error, Expected, decoded_error, differing, expected, group_size, weights
 from .fast_check import affine_error, is_known, scratch_bytes
@@ -92,8 +92,7 @@ def compare(block: Block) -> Result:
 def digest(file: Path) -> Digest:
     """Hashes a file, in chunks."""
     try:
-        with file.open("rb", buffering=0) as f:
-            return Digest(file, hashlib.file_digest(f, "sha256").hexdigest())
+        return Digest(file, sha256_of(file))
     except OSError as e:
         return Digest(file, None, f"{file.name}: could not be read: {e.strerror}")
 
