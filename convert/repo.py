@@ -51,7 +51,7 @@ def write_repo(
         card: makes the model card of motif-convert.json, which has all but `files` then.
         card_facts: JSON that the card needs beside, kept in motif-convert.json as `card`.
         progress: called with bytes of source done and the name of the shard.
-        workers: threads that read and quantize; None for one a processor.
+        workers: threads that read and quantize; None for `default_threads`.
         supply: brings the source's shards; None where they are at hand.
         inspection, recheck: see `write_shards`.
     Returns:

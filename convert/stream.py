@@ -21,7 +21,7 @@ from .plan import Module, Plan
 from .rows import Rows, finite_reader, float_runs, placed, read_block_scales, read_rows, row_runs
 from .shards import HashedFile, new_file, sha256_of, shard_header
 from .supply import AtHand, Downloads, shard_needs
-from .workers import Buffers, Workers, processors
+from .workers import Buffers, Workers, default_threads
 
 
 class Inspection(Protocol):
@@ -48,7 +48,7 @@ def write_shards(
 
     Args:
         progress: called with bytes of source done and the shard's name.
-        workers: threads that read and quantize; None for one a processor. The bytes do not depend on it.
+        workers: threads that read and quantize; None for `default_threads`. The bytes do not depend on it.
         supply: brings the source's shards; None where they are at hand.
         inspection: of each shard, before what it is made of may go.
         recheck: called with each shard that an earlier run has finished and that is not any more what was written; it
@@ -69,7 +69,7 @@ def write_shards(
             written.add(name)
             if not (inspection and inspection.lacks(name, done.sha256)):
                 del needs[name]
-    with Workers(workers or processors()) as threads:
+    with Workers(workers or default_threads()) as threads:
         for name in supply.begin(needs):
             supply.need(name)
             if name not in written:

@@ -18,6 +18,11 @@ def processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def default_threads() -> int:
+    """Two more than processors, since some always wait: for the disk, or for their turn to write."""
+    return processors() + 2
+
+
 class Buffers:
     """Arrays by use, kept and handed out again: fresh memory costs as much as the reading."""
 

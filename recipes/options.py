@@ -85,7 +85,7 @@ def convert_options(command: Callable) -> Callable:
             click.option(
                 "--workers",
                 type=click.IntRange(1, 256),
-                help="Threads; the bytes do not depend on it.  [default: one a processor]",
+                help="Threads; the bytes do not depend on it.  [default: two more than processors]",
             ),
             click.option(
                 "--allow-nonfinite",

@@ -22,7 +22,7 @@ from motif_convert.convert.planner import make_modules, place
 from motif_convert.convert.rows import float_reader, float_runs
 from motif_convert.convert.shards import index_json, shard_header, sync_folder
 from motif_convert.convert.stream import write_shards
-from motif_convert.convert.workers import Workers, processors
+from motif_convert.convert.workers import Workers, default_threads
 from motif_convert.quantize.precision import Quantized
 from motif_convert.recipes.pipeline import prepare
 from motif_convert.recipes.recipe import load_recipe
@@ -91,7 +91,7 @@ def null(source: Path, out: Path) -> None:
         plan = plan or plan_of(checkpoint)
         out.mkdir()
         for name, modules in plan.shards.items():
-            with written(out / name) as fd, Workers(processors()) as threads:
+            with written(out / name) as fd, Workers(default_threads()) as threads:
                 os.write(fd, shard_header(modules))
                 for module in modules:
                     _pass(module, checkpoint, fd, threads)
@@ -116,7 +116,7 @@ def read(source: Path, out: Path) -> None:
         path, start = place
         return os.preadv(opened[path], [buffers.array("piece", np.uint8, (2 << 20,))], start)
 
-    with Workers(processors()) as threads:
+    with Workers(default_threads()) as threads:
         total = sum(threads.in_order(piece, pieces))
     assert total == sum(p.stat().st_size for p in files)
 

@@ -389,9 +389,10 @@ def test_a_streamed_build_is_verified_as_it_is_made(streamed, ten, tmp_path):
 
 def test_a_finished_build_whose_source_is_no_longer_here(server, run, tmp_path):
     """The bare command on it verifies what was not verified: it fetches the source again."""
-    assert run("convert", "--source", REPO, "--out", "out").returncode == 0
+    plain = ("--recipe", "bf16")  # decodes ten times as fast
+    assert run("convert", "--source", REPO, *plain, "--out", "out").returncode == 0
     shutil.rmtree(tmp_path / "home")
-    result = run("--source", REPO, "--out", "out", "--max-tokens", "2")
+    result = run("--source", REPO, *plain, "--out", "out", "--max-tokens", "2")
     assert result.returncode == 0, result.stderr
     assert "Complete already" in result.stderr
     assert "Verified: every weight compared" in result.stdout
