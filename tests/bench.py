@@ -199,9 +199,9 @@ def draw(found: list[dict], path: Path) -> None:
             at = axes[row][column]
             values = [s[key] / scale for s in sides.values()]
             bars = at.barh(list(sides), values, color=["tab:blue" if s == part["ours"] else "silver" for s in sides])
-            at.bar_label(bars, [f"{v:,.3g} {unit}" for v in values], padding=2, fontsize=8)
+            at.bar_label(bars, [f"{v:,.{0 if v >= 100 else 1}f} {unit}" for v in values], padding=2, fontsize=8)
             at.invert_yaxis()
-            at.margins(x=0.2)
+            at.margins(x=0.25)
             at.set_title(f"{part['title']}\nwall" if row == 0 else "peak memory", fontsize=9)
     figure.savefig(path, dpi=110, metadata={"Software": None})
 
