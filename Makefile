@@ -11,7 +11,7 @@ demo: $(VENV)/.installed
 	$(BIN)/motif-convert --source demo --bits 4.5 --keep-mtp-fp16 --out $(DEMO)
 
 test: $(VENV)/.installed-test
-	$(BIN)/pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
+	OPENBLAS_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 import re
 
+from .eval_text import card_section
 from .show import draft_row, markdown_table, percent, variety
 
 SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~$])")
@@ -24,9 +25,11 @@ def evidence_section(evidence: dict) -> str:
     parts += _drafting(smoked) if smoked else ["The drafts of the MTP head were not measured."]
     if heads:
         parts += _heads(heads)
-    if verified or smoked:
+    if measured := evidence.get("eval"):
+        parts += card_section(measured)
+    if verified or smoked or measured:
         parts.append(
-            "![Error by layer and family, acceptance of the drafts, size by family](validation.png)\n\n"
+            "![Error by layer and family, acceptance of the drafts, size by family, what eval saw](validation.png)\n\n"
             "[validation.json](validation.json) has all of it."
         )
     return "\n\n".join(parts)

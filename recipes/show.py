@@ -203,7 +203,7 @@ def smoke_text(result: dict) -> str:
         f"{result['first_token']['uniform_bits']:.1f} would be noise",
     ]
     lines += [f"FAILED: {f}" for f in result["failures"]]
-    lines.append("Passed." if result["passed"] else "NOT passed.")
+    lines.append("Drafting passed." if result["passed"] else "Drafting NOT passed.")
     return "\n".join(lines)
 
 

@@ -71,12 +71,12 @@ def compare(block: Block) -> Result:
     for start in range(0, block.count, rows):
         piece = Block(m, block.first + start, min(rows, block.count - start))
         try:
-            source = [_read(p, piece, m.source_rows, m.first_row, sources[p]) for p in m.sources]
+            source = [read_rows(p, piece, m.source_rows, m.first_row, sources[p]) for p in m.sources]
         except OSError as e:
             name = f"{m.sources[0].file.name}: {m.sources[0].name}"
             raise SourceError(f"{name} could not be read: {e.strerror}") from None
         try:
-            found = [_read(p, piece, m.rows, 0, stored[p]) for p in m.stored]
+            found = [read_rows(p, piece, m.rows, 0, stored[p]) for p in m.stored]
         except OSError as e:
             result.problem = f"{m.stored[0].file.name}: {m.stored[0].name} could not be read: {e.strerror}"
             return result
@@ -112,7 +112,7 @@ def _memory(m: Comparison, rows: int) -> tuple[dict[Part, np.ndarray], dict[Part
     return dict(sources), dict(stored), rest[:scratch].view(np.float32)
 
 
-def _read(part: Part, block: Block, rows: int, first_row: int, into: np.ndarray) -> np.ndarray:
+def read_rows(part: Part, block: Block, rows: int, first_row: int, into: np.ndarray) -> np.ndarray:
     """The rows of a block: raw [count, row], from matrices of `rows` rows, of which the module's begin at `first_row`;
     of a tensor with one number an expert, that of each row, [count]. Raises OSError.
 

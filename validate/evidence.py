@@ -1,10 +1,10 @@
 """The evidence that goes into a build: validation.json and validation.png.
 
 `validation.json`, format 1: `plan_hash` of the build it speaks of, `verify` (see `Verification.as_dict`), `smoke`
-(see `smoke.smoke`), `heads` (see `heads.compare_heads`), each null until it was measured, `passed`, true when
-what was measured passed and the contents were verified whole, and `forced`, null, or why it had not passed when the
-build was published all the same. Whatever is measured later takes `forced` away, since it speaks of the evidence
-beside it; that the build was once published so stays in the description of that commit.
+(see `smoke.smoke`), `heads` (see `heads.compare_heads`), `eval` (see `divergence.report`), each null until it was
+measured, `passed`, true when what was measured passed and the contents were verified whole, and `forced`, null, or why
+it had not passed when the build was published all the same. Whatever is measured later takes `forced` away, since it
+speaks of the evidence beside it; that the build was once published so stays in the description of that commit.
 """
 
 from pathlib import Path
@@ -19,7 +19,7 @@ from .shape import SHAPES, fits
 
 EVIDENCE, PICTURE = "validation.json", "validation.png"
 FORMAT = 1
-PARTS = ("verify", "smoke", "heads")
+PARTS = ("verify", "smoke", "heads", "eval")
 
 
 def record(out: Path, part: str, result: object) -> dict:
@@ -73,6 +73,8 @@ def what_lacks(evidence: dict) -> list[str]:
         lines.append(f"verify failed: {', '.join(found)}")
     elif verified["sampled"] != 1:
         lines.append(f"verify not run in full: {100 * verified['sampled']:.1f} % of the weights compared")
+    if (measured := evidence.get("eval")) is not None and not measured["passed"]:
+        lines.append(f"eval failed: {'; '.join(measured['failures']) or 'it does not say why'}")
     if smoked is not None and not smoked["passed"]:
         lines.append(f"smoke failed: {'; '.join(smoked['failures']) or 'it does not say why'}")
     return lines
@@ -111,7 +113,8 @@ def _says_nothing_new(verified: dict) -> bool:
 
 
 def draw(out: Path, evidence: dict) -> None:
-    """`validation.png`: error by layer and family, acceptance with its intervals, size by family."""
+    """`validation.png`: error by layer and family, acceptance with its intervals, size by family, and, once measured,
+    what `eval` saw of each layer."""
     import io
 
     import matplotlib
@@ -123,8 +126,11 @@ def draw(out: Path, evidence: dict) -> None:
         found = inspect_repo(out)
     except SourceError:
         found = None  # a build too damaged to be read has its findings all the same
-    figure = Figure(figsize=(13, 4.2), layout="constrained")
-    error, acceptance, size = figure.subplots(1, 3)
+    measured = evidence.get("eval")
+    figure = Figure(figsize=(17 if measured else 13, 4.2), layout="constrained")
+    error, acceptance, size, *more = figure.subplots(1, 4 if measured else 3)
+    if measured:
+        _draw_layers(more[0], measured)
     _draw_error(error, evidence["verify"])
     _draw_acceptance(acceptance, evidence)
     _draw_size(size, found)
@@ -199,6 +205,20 @@ def _draw_acceptance(axes, evidence: dict) -> None:
     axes.set_xlim(0, 1)
     if smoked and smoked["min_acceptance"] is not None:
         axes.axvline(smoked["min_acceptance"], color="tab:red", linestyle="--", linewidth=1)
+
+
+def _draw_layers(axes, measured: dict) -> None:
+    """Errors of the streams by layer; suspects are marked."""
+    axes.set_title(_plain(f"Against the source: KL {measured['kl']['mean']:.4f} nats a token"))
+    layers = [row["layer"] for row in measured["layers"]]
+    for key, label in (("error", "on its own way"), ("local", "of this layer alone")):
+        axes.plot(layers, [max(row[key], 1e-9) for row in measured["layers"]], marker=".", label=label)
+    for suspect in measured["suspects"]:
+        axes.axvline(suspect["layer"], color="tab:red", linestyle="--", linewidth=1)
+    axes.set_yscale("log")
+    axes.set_xlabel("layer")
+    axes.set_ylabel("relative error of the streams")
+    axes.legend(fontsize=7)
 
 
 def _draw_size(axes, found: dict | None) -> None:

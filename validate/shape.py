@@ -26,6 +26,8 @@ ROW = {
 RATES = {"drafted": COUNT, "accepted": COUNT, "acceptance": Maybe(NUMBER)}
 MEASURED = RATES | {"acceptance": NUMBER, "interval": (NUMBER, NUMBER), "tokens_per_step": NUMBER}
 FORCED = {"positions": COUNT, "agreement": NUMBER, "expected_acceptance": NUMBER}
+WORDS = {"bits_per_byte": NUMBER, "perplexity": NUMBER}
+WORDS |= {"forced_agreement": Maybe(NUMBER), "expected_acceptance": Maybe(NUMBER)}
 SPEED = dict.fromkeys(("plain_tokens_per_second", "drafting_tokens_per_second", "speed_up", "at_best"), NUMBER)
 SHAPES = {
     "verify": {
@@ -51,6 +53,20 @@ SHAPES = {
         "forced": FORCED,
         "speed": SPEED,
         "prompts": [{"name": TEXT, "greedy": RATES, "sampled": RATES}],
+    },
+    "eval": {
+        "passed": FLAG,
+        "failures": [TEXT],
+        "tokens": COUNT,
+        "window": COUNT,
+        "dtype": TEXT,
+        "temperature": NUMBER,
+        "source": WORDS,
+        "build": WORDS,
+        "kl": {"mean": NUMBER, "median": NUMBER, "p99": NUMBER},
+        "top1_agreement": NUMBER,
+        "layers": [{"layer": COUNT, "kind": TEXT, "error": NUMBER, "local": NUMBER, "local_p99": NUMBER}],
+        "suspects": [{"layer": COUNT, "what": TEXT}],
     },
     "heads": [
         {

@@ -1,5 +1,6 @@
 """Every tensor of a build against its source, by a route of its own, and all that the build says of itself."""
 
+import os
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
@@ -91,7 +92,7 @@ def verify_repo(
     others = {*other_source(provenance, checkpoint), ANOTHER} if provenance else set()
     worst = sorted(offenders.values(), key=lambda o: o.order)
     return Verification(
-        problems=[" ".join(line.splitlines()) for line in (*problems, *sorted(faults))],
+        problems=[_without_paths(line, out, checkpoint) for line in (*problems, *sorted(faults))],
         families=tallies.families(),
         layers=tallies.layers(),
         offenders=worst[:LISTED],
@@ -102,6 +103,13 @@ def verify_repo(
         plan_hash=plan.plan_hash if plan else None,
         other_source=ANOTHER in problems and not faults and set(problems) <= others,
     )
+
+
+def _without_paths(line: str, out: Path, checkpoint: Checkpoint) -> str:
+    """One line that may be published: files by their names, whatever folder of this machine they lie in."""
+    for folder in (out, out.resolve(), checkpoint.folder, checkpoint.folder.resolve()):
+        line = line.replace(f"{folder}{os.sep}", "")
+    return " ".join(line.splitlines())
 
 
 def what_it_should_be(out: Path, checkpoint: Checkpoint) -> tuple[Provenance | None, Plan | None, list[str]]:

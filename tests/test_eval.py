@@ -1,0 +1,341 @@
+"""A build against its source, layer by layer: against the reference's numbers, and against models loaded whole."""
+
+import hashlib
+import json
+import shutil
+import time
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import warm
+from conftest import REFERENCE, environment_with, motif_convert
+from mlx.utils import tree_map
+from mlx_lm.utils import load_model
+from motif_convert.validate.corpus import make_corpus, read_texts
+from motif_convert.validate.divergence import Layer, bootstrap, suspects
+
+TINY, NVFP4, DEMO = REFERENCE / "tiny-motif3", REFERENCE / "tiny-motif3-nvfp4", REFERENCE / "demo-motif3"
+HELDOUT = REFERENCE / "demo-heldout.txt"
+FACTS = json.loads((REFERENCE / "demo-goldens.json").read_text())
+SHARD = "model-00001-of-00001.safetensors"
+
+
+@pytest.fixture
+def home(tmp_path) -> dict[str, str]:
+    """Where unfinished evaluations are kept."""
+    return {"HF_HOME": str(tmp_path / "home")}
+
+
+@pytest.fixture
+def copied(built, tmp_path):
+    """A build to write evidence into, or to damage."""
+    return lambda *args: Path(shutil.copytree(built(*args), tmp_path / "build"))
+
+
+def compared(out: Path, source: Path, *args: object) -> dict:
+    """`eval --json` of a build, whose exit code is 0."""
+    result = motif_convert("eval", out, "--source", source, *args, "--json")
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def whole(folder: Path):
+    """mlx-lm's model of a build, its floats upcast."""
+    model, _ = load_model(folder, trust_remote_code=True)
+    floats = tree_map(lambda p: p.astype(mx.float32) if mx.issubdtype(p.dtype, mx.floating) else p, model.parameters())
+    model.update(floats)
+    return model
+
+
+def log_softmax(x: mx.array) -> np.ndarray:
+    x = np.array(x).astype(np.float64)
+    x -= x.max(axis=-1, keepdims=True)
+    return x - np.log(np.exp(x).sum(axis=-1, keepdims=True))
+
+
+def said_whole(folder: Path, windows: np.ndarray, temperature: float) -> dict[str, np.ndarray]:
+    """What a model that is loaded whole says of windows: log-probabilities, and body's and head's at a temperature."""
+    model, found = whole(folder), {"log_p": [], "agree": [], "shared": []}
+    for window in windows:
+        ids = mx.array(window[None])
+        logits, hidden = model(ids, return_hidden=True)
+        draft = model.mtp_forward(hidden[:, :-1], ids[:, 1:])
+        found["log_p"].append(log_softmax(logits)[0])
+        p, q = (np.exp(log_softmax(x / temperature))[0] for x in (logits[:, 1:], draft))
+        found["agree"].append(p.argmax(-1) == q.argmax(-1))
+        found["shared"].append(np.minimum(p, q).sum(-1))
+    return {k: np.concatenate(v) for k, v in found.items()}
+
+
+# --- the numbers ---
+
+
+@pytest.mark.parametrize("source", [TINY, NVFP4, DEMO], ids=lambda p: p.name)
+@pytest.mark.parametrize("recipe", ["4.5bit", "bf16"])
+def test_layer_by_layer_as_loaded_whole(source, recipe, built, copied, tmp_path):
+    """Every number against one that comes of two models in memory, logits and all."""
+    text = tmp_path / "text.txt"
+    text.write_bytes(HELDOUT.read_bytes()[: 3 * 80])
+    windows = np.frombuffer(text.read_bytes(), np.uint8).reshape(3, 80).astype(np.int32)
+    out = copied(source, "--recipe", recipe)
+    found = compared(out, source, "--text", text, "--window", 80)
+
+    exact = built(source, "--recipe", "bf16")  # of NVFP4, the weights rounded to BF16
+    true, mine = (said_whole(folder, windows, 0.8) for folder in (exact, out))
+    close = {"abs": 2e-3 if source == NVFP4 else 2e-5}
+    following = np.arange(len(true["log_p"])).reshape(3, 80)[:, :-1].ravel()
+    for side, said in (("source", true), ("build", mine)):
+        loss = -said["log_p"][following, windows[:, 1:].ravel()]
+        assert found[side]["bits_per_byte"] == pytest.approx(loss.mean() / np.log(2), **close)
+        assert found[side]["perplexity"] == pytest.approx(np.exp(loss.mean()), rel=1e-3)
+        assert found[side]["expected_acceptance"] == pytest.approx(said["shared"].mean(), **close)
+        assert found[side]["forced_agreement"] == pytest.approx(said["agree"].mean(), abs=0.01)
+    kl = (np.exp(true["log_p"]) * (true["log_p"] - mine["log_p"])).sum(-1)[following]
+    assert found["kl"]["mean"] == pytest.approx(kl.mean(), **close)
+    assert found["kl"]["median"] == pytest.approx(np.median(kl), **close)
+    same = (true["log_p"].argmax(-1) == mine["log_p"].argmax(-1))[following]
+    assert found["top1_agreement"] == pytest.approx(same.mean(), abs=0.01)
+    assert found["tokens"] == 240
+    assert json.loads((out / "validation.json").read_text())["eval"]["kl"] == found["kl"]
+
+
+def test_the_demo_against_itself(copied):
+    """Bits per byte are the reference's of these windows of the held-out text."""
+    found = compared(copied(DEMO, "--recipe", "bf16"), DEMO, "--text", HELDOUT, "--tokens", 3 * 512)
+    assert found["windows"] == 3
+    assert found["kl"] == {"mean": 0, "median": 0, "p99": 0}
+    assert found["top1_agreement"] == 1
+    for side in ("source", "build"):
+        assert found[side]["bits_per_byte"] == pytest.approx(np.mean(FACTS["heldout_bpb_per_window"][:3]), abs=1e-3)
+    assert found["suspects"] == []
+    assert all(x["error"] == x["local"] == 0 for x in found["layers"])
+
+
+def test_what_quantization_costs(copied):
+    found = compared(copied(DEMO, "--bits", "4.5"), DEMO, "--tokens", 600)
+    assert 0 < found["kl"]["median"] < found["kl"]["mean"] < found["kl"]["p99"]
+    assert set(found["slices"]) == {"english", "korean", "code"}
+    assert found["suspects"] == []
+    low, high = found["differences"]["kl"]["interval"]
+    assert low < found["kl"]["mean"] < high
+    errors = [x["error"] for x in found["layers"]]
+    assert all(0 < e < 0.3 for e in errors)
+    assert [x["rerouted"] is None for x in found["layers"]] == [True, True, False, False, False, False]
+
+
+def test_lens(copied):
+    """Behind the last layer it sees what the model says."""
+    out = copied(DEMO)
+    found = compared(out, DEMO, "--tokens", 250, "--lens")
+    plain = compared(out, DEMO, "--tokens", 250)
+    last = found["layers"][-1]["lens"]
+    windows = found["slices"]
+    first = np.mean([windows[n]["source_bits_per_byte"] * np.log(2) for n in windows])
+    assert last["source_loss"] == pytest.approx(first, rel=0.01)
+    assert found["layers"][0]["lens"]["source_loss"] > last["source_loss"]
+    assert {k: v for k, v in found.items() if k != "layers"} == {k: v for k, v in plain.items() if k != "layers"}
+    assert "Lens: nats a token" in motif_convert("eval", out, "--source", DEMO, "--tokens", 60, "--lens").stdout
+
+
+def test_a_dropped_head_is_not_judged(copied):
+    found = compared(copied(DEMO, "--mtp", "drop"), DEMO, "--tokens", 200)
+    assert found["source"]["forced_agreement"] is None
+    assert "expected_acceptance" not in found["differences"]
+
+
+def test_another_shape_in_bfloat16(small, copied):
+    """No dimension of it coincides with the others'."""
+    out = copied(small)
+    found, exact = (
+        compared(out, small, "--tokens", 120, "--window", 50, "--dtype", d) for d in ("bfloat16", "float32")
+    )
+    assert found["source"]["bits_per_byte"] == pytest.approx(exact["source"]["bits_per_byte"], abs=0.2)
+
+
+# --- planted faults ---
+
+
+def damage(out: Path, tensor: str, edit) -> None:
+    """Edits a tensor's bytes in a build's shard."""
+    data = bytearray((out / SHARD).read_bytes())
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start])
+    first, last = (start + end for end in header[tensor]["data_offsets"])
+    shape = header[tensor]["shape"]
+    array = np.frombuffer(data[first:last], np.uint8).reshape(shape[0], -1).copy()
+    edit(array)
+    data[first:last] = array.tobytes()
+    (out / SHARD).write_bytes(data)
+
+
+def rehash(out: Path, name: str) -> None:
+    """Makes a build say that a changed file is its own, as a converter with that fault would."""
+    path = out / "motif-convert.json"
+    made = json.loads(path.read_text())
+    content = (out / name).read_bytes()
+    made["files"][name] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    path.write_text(json.dumps(made))
+
+
+def zero_expert(array: np.ndarray) -> None:
+    array[1] = 0
+
+
+def swap_rows(array: np.ndarray) -> None:
+    array[[0, 1, 2, 3]] = array[[2, 3, 0, 1]]
+
+
+@pytest.mark.parametrize("bits", ["bf16", "8bit"])
+@pytest.mark.parametrize(
+    ("tensor", "edit", "layer"),
+    [
+        ("model.layers.3.mlp.switch_mlp.down_proj.{}", zero_expert, 3),
+        ("model.layers.4.self_attn.wkv_b.{}", swap_rows, 4),
+        ("model.layers.1.mlp.down_proj.{}", swap_rows, 1),
+    ],
+    ids=["an expert zeroed", "rows of attention swapped", "rows of a dense layer swapped"],
+)
+def test_the_layer_at_fault_is_named(tensor, edit, layer, bits, copied):
+    out = copied(DEMO, "--recipe", bits)
+    damage(out, tensor.format("scales" if bits == "8bit" and edit is zero_expert else "weight"), edit)
+    result = motif_convert("eval", out, "--source", DEMO, "--tokens", 300)
+    assert result.returncode == 0, result.stderr
+    named = [line for line in result.stdout.splitlines() if line.startswith("SUSPECT")]
+    assert named[0].startswith(f"SUSPECT: layer {layer} ")
+
+
+def test_a_shifted_window_is_named(copied):
+    """The build's own motif.py is run: its first sliding layer is the first to differ."""
+    out = copied(DEMO, "--recipe", "bf16")
+    text = (out / "motif.py").read_text()
+    (out / "motif.py").write_text(text.replace("return self.sliding_window + 1", "return self.sliding_window"))
+    refused = motif_convert("eval", out, "--source", DEMO)
+    assert refused.returncode == 2
+    assert "motif.py: not the file that motif-convert wrote" in refused.stderr
+    rehash(out, "motif.py")
+    found = compared(out, DEMO, "--tokens", 300)
+    assert [s["layer"] for s in found["suspects"]] == [1, 2, 3, 5]
+
+
+# --- gates, interruptions, refusals ---
+
+
+@pytest.mark.parametrize(
+    ("gate", "word"), [(("--max-kl", "1e-9"), "mean KL"), (("--min-top1", "1"), "top-1 agreement")], ids=str
+)
+def test_gates(gate, word, copied):
+    out = copied(DEMO)
+    result = motif_convert("eval", out, "--source", DEMO, "--tokens", 100, *gate)
+    assert result.returncode == 1
+    assert f"FAILED: {word}" in result.stdout
+    evidence = json.loads((out / "validation.json").read_text())
+    assert not evidence["eval"]["passed"]
+    assert not evidence["passed"]
+    compared(out, DEMO, "--tokens", 100, "--max-kl", 9, "--min-top1", 0)
+    assert json.loads((out / "validation.json").read_text())["eval"]["passed"]
+
+
+def test_killed_and_gone_on_with(copied, home, tmp_path):
+    """The same numbers, from the last layer that was finished."""
+    out = copied(DEMO)
+    args = ["eval", out, "--source", DEMO, "--tokens", 600, "--json"]
+    undisturbed = motif_convert(*args, env=home)
+    assert undisturbed.returncode == 0, undisturbed.stderr
+    assert not list((tmp_path / "home").rglob("streams*"))
+    environment = environment_with({"HF_HUB_OFFLINE": "1"} | home)
+    with (tmp_path / "out").open("wb") as stdout, (tmp_path / "err").open("wb") as stderr:
+        process = warm.start(args, environment, None, stdout, stderr)
+        while process.poll() is None and not list((tmp_path / "home").rglob("streams-3.safetensors")):
+            time.sleep(0.001)
+        process.kill()
+        process.wait()
+    again = motif_convert(*args, env=home)
+    assert again.returncode == 0, again.stderr
+    assert "Going on after layer" in again.stderr
+    assert json.loads(again.stdout) == json.loads(undisturbed.stdout)
+    assert not list((tmp_path / "home").rglob("streams*"))
+
+
+def test_a_damaged_state_is_not_gone_on_with(copied, home, tmp_path):
+    out = copied(DEMO)
+    args = ["eval", out, "--source", DEMO, "--tokens", 200, "--json"]
+    environment = environment_with({"HF_HUB_OFFLINE": "1"} | home)
+    with (tmp_path / "out").open("wb") as stdout, (tmp_path / "err").open("wb") as stderr:
+        process = warm.start(args, environment, None, stdout, stderr)
+        while process.poll() is None and not list((tmp_path / "home").rglob("state.json")):
+            time.sleep(0.001)
+        process.kill()
+        process.wait()
+    for path in (tmp_path / "home").rglob("streams-*"):
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+    again = motif_convert(*args, env=home)
+    assert again.returncode == 0, again.stderr
+    assert "Going on" not in again.stderr
+
+
+def test_another_source(copied, small):
+    out = copied(DEMO)
+    result = motif_convert("eval", out, "--source", small)
+    assert result.returncode == 2
+    assert "can't be evaluated against this source" in result.stderr
+    assert not (out / "validation.json").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"a", b"\xff\xfe"], ids=["empty", "one token", "no UTF-8"])
+def test_text_that_is_none(content, copied, tmp_path):
+    path = tmp_path / "mine.txt"
+    path.write_bytes(content)
+    result = motif_convert("eval", copied(DEMO), "--source", DEMO, "--text", path)
+    assert result.returncode == 2
+    assert result.stderr.splitlines()[-1].startswith("motif-convert: error: ")
+
+
+def test_lines_without_text(copied, tmp_path):
+    path = tmp_path / "mine.jsonl"
+    path.write_text('{"text": "right"}\n{"txt": "wrong"}\n')
+    result = motif_convert("eval", copied(DEMO), "--source", DEMO, "--text", path)
+    assert result.returncode == 2
+    assert "mine.jsonl, line 2" in result.stderr
+
+
+# --- parts ---
+
+
+def test_every_text_gives_its_share():
+    texts = {"a": "x" * 25, "b": "y" * 12}
+    corpus = make_corpus(texts, lambda t: list(t.encode()), 256, 10, 48)
+    assert [b.shape for b in corpus.batches] == [(3, 10), (1, 4), (1, 2), (2, 1)]
+    assert corpus.names == (("a", "a", "b"), ("a",), ("b",), ())
+    assert corpus.count == 38
+    assert (corpus.targets == -1).sum() == 5 + 2
+    assert len(corpus.judged) == 36 - 5
+    assert (corpus.slices == "").sum() == 2
+    assert corpus.tokens_per_byte == {"a": 1, "b": 1}
+
+
+def test_texts_that_ship():
+    texts = read_texts(None)
+    assert set(texts) == {"english", "korean", "code"}
+    assert all(len(t.encode()) > 1000 for t in texts.values())
+
+
+def test_bootstrap_of_known_noise():
+    """The interval of a mean is about 1.96 standard errors to each side."""
+    values = np.random.default_rng(1).standard_normal(32 * 400)
+    low, high = bootstrap(values, np.mean)
+    error = 1.96 / np.sqrt(len(values))
+    assert low == pytest.approx(values.mean() - error, abs=0.3 * error)
+    assert high == pytest.approx(values.mean() + error, abs=0.3 * error)
+
+
+def test_suspects_are_compared_with_their_kind():
+    def layer(index, kind, local, most):
+        return Layer(index, kind, 0.1, 0.1, local, most, None)
+
+    layers = [layer(0, "dense", 0.01, 0.02), layer(1, "experts", 0.1, 0.3), layer(2, "experts", 0.12, 2.0)]
+    assert [(s["layer"], s["what"]) for s in suspects(layers)] == [(2, "99th percentile")]
+    assert suspects(layers[:2]) == []
