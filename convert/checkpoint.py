@@ -111,9 +111,9 @@ class Checkpoint:
         self.close()
 
 
-def _stamp(status: os.stat_result) -> tuple[int, int, int]:
+def _stamp(status: os.stat_result) -> tuple[int, int, int, int]:
     """What changes when a file is written to, or exchanged for another."""
-    return status.st_ino, status.st_size, status.st_mtime_ns
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def open_checkpoint(

@@ -1,6 +1,7 @@
 """config.json: what a source may say, and what the converted repository says."""
 
 import math
+from importlib.resources import files
 
 from ..quantize.errors import SourceError, listing, quoted
 from ..quantize.precision import NVFP4, Quantized
@@ -63,7 +64,7 @@ def check_config(config: dict) -> None:
         problems.append("route_norm is not true or false")
     for key in COUNTS:
         if type(config.get(key, 0)) is not int or not 0 <= config.get(key, 0) <= MAX_SIZE:
-            problems.append(f"{key} is {config[key]!r}, not a whole number")
+            problems.append(f"{key} is {quoted(repr(config[key]))}, not a whole number")
     for key in NUMBERS:
         if key not in config or (config[key] is None and key in NULLABLE):
             continue
@@ -71,7 +72,8 @@ def check_config(config: dict) -> None:
         if (type(value) not in (int, float) or not math.isfinite(value)) or (key in POSITIVE and value <= 0):
             problems.append(f"{key} is {quoted(repr(value))}, not a number")
     if config.get("num_nextn_predict_layers", 0) not in (0, 1):
-        problems.append(f"num_nextn_predict_layers is {config['num_nextn_predict_layers']!r}; one MTP layer at most")
+        count = quoted(repr(config["num_nextn_predict_layers"]))
+        problems.append(f"num_nextn_predict_layers is {count}; one MTP layer at most")
     scheme = config.get("quantization_config") or config.get("quantization")
     if scheme and not is_marked(config):
         method = scheme.get("quant_method", scheme) if isinstance(scheme, dict) else scheme
@@ -88,6 +90,11 @@ def _refused_by_model(config: dict) -> list[str]:
     except (ValueError, TypeError, AttributeError) as e:
         return [quoted(e)]
     return []
+
+
+def own_model_file() -> bytes:
+    """The `motif.py` that goes into every build."""
+    return (files(__package__) / MODEL_FILE).read_bytes()
 
 
 def built_config(source: dict, quantized: dict[str, Quantized], dominant: Quantized | None, mtp: dict) -> dict:

@@ -107,6 +107,8 @@ def parse_json(raw: bytes, where: str) -> dict:
 
     try:
         value = json.loads(raw.decode("utf-8"), object_pairs_hook=unique, parse_constant=none, parse_float=finite)
+        if b"\\u" in raw:
+            json.dumps(value, ensure_ascii=False).encode()  # half a surrogate can't be written anywhere
     except (ValueError, RecursionError) as e:
         raise SourceError(f"{where}: not valid JSON ({e or 'nested too deeply'})") from None
     if not isinstance(value, dict):

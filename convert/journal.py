@@ -1,14 +1,14 @@
 """The state of an unfinished run: what it makes, and which shards are done."""
 
 import fcntl
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from ..quantize.errors import OutputError
+from ..quantize.errors import OutputError, SourceError
+from .checkpoint import read_json
 from .plan import Plan
 from .shards import Written, as_json, write_file
 
@@ -23,6 +23,7 @@ class Journal:
         source: its `id`, `revision` and `fingerprint`.
         shards: finished ones.
         requantized: `losses.requantization_errors` of what is in them.
+        finishing: whether the small files were begun, so that those that stand there are this run's own.
     """
 
     path: Path
@@ -30,14 +31,22 @@ class Journal:
     version: str
     recipe: str
     mtp: str
+    allow_nonfinite: bool
     source: dict
     shards: dict[str, Written] = field(default_factory=dict)
     requantized: dict[str, list[float]] = field(default_factory=dict)
+    finishing: bool = False
 
     def save(self) -> None:
         state = asdict(self)
         del state["path"]
         write_file(self.path, as_json(state))
+
+    def forget(self, shard: str) -> None:
+        """A shard that is not what it should be: it is no more, whatever happens next."""
+        del self.shards[shard]
+        self.save()
+        (self.path.parent / shard).unlink(missing_ok=True)
 
     def remove(self) -> None:
         self.path.unlink()
@@ -48,6 +57,11 @@ class Journal:
             self.remove()
 
 
+def fresh_journal(out: Path, plan: Plan, version: str, source: dict) -> Journal:
+    """The journal of a run that has done nothing yet, not written."""
+    return Journal(out / JOURNAL, plan.plan_hash, version, plan.recipe.name, plan.mtp, plan.allow_nonfinite, source)
+
+
 def open_journal(out: Path, plan: Plan, version: str, source: dict) -> Journal:
     """The journal, in a folder that `sole_run` holds, of a new run, or of an interrupted run of the same plan.
 
@@ -56,31 +70,55 @@ def open_journal(out: Path, plan: Plan, version: str, source: dict) -> Journal:
     Raises:
         OutputError: the folder is in use for something else, for another plan, or for another source.
     """
-    fresh = Journal(out / JOURNAL, plan.plan_hash, version, plan.recipe.name, plan.mtp, source)
+    fresh = fresh_journal(out, plan, version, source)
     if not fresh.path.exists():
         check_unused(out)
         fresh.save()
         return fresh
     try:
-        state = json.loads(fresh.path.read_bytes())
+        state, _ = read_json(fresh.path)
         differs = other_run(state, vars(fresh))
         if not differs:
-            fresh.shards = {k: Written(**v) for k, v in state["shards"].items()}
-            fresh.requantized = {k: [float(error), float(power)] for k, (error, power) in state["requantized"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            fresh.shards = {name: _finished(state["shards"][name]) for name in plan.shards if name in state["shards"]}
+            paths = {m.path for m in plan.modules}
+            measured = {k: v for k, v in state["requantized"].items() if k.rpartition(" expert ")[0] in paths}
+            fresh.requantized = {k: [float(error), float(power)] for k, (error, power) in measured.items()}
+            fresh.finishing = state["finishing"] is True
+    except (SourceError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
         raise OutputError(f"{fresh.path}: not readable as the state of a run; choose another --out") from None
     if differs:
-        raise OutputError(f"{out}: holds an interrupted run with {differs}; finish that one, or choose another --out")
+        raise OutputError(
+            f"{out}: holds an interrupted run with {differs}; finish or delete that one, or choose another --out"
+        )
     return fresh
 
 
+def _finished(entry: dict) -> Written:
+    size, digest = entry["size"], entry["sha256"]
+    if type(size) is not int or not isinstance(digest, str) or len(digest) != 64:
+        raise ValueError("no size and hash")
+    return Written(size, digest)
+
+
+def finished_shards(out: Path) -> int | None:
+    """How many shards an interrupted run has finished; None where there is none."""
+    if not (out / JOURNAL).exists():
+        return None
+    try:
+        return len(read_json(out / JOURNAL)[0]["shards"])
+    except (SourceError, KeyError, TypeError):
+        return None
+
+
 def other_run(theirs: dict, mine: dict) -> str:
-    """What a run has other than this one: of `version`, `recipe`, `mtp`, `plan_hash` and `source`; empty if nothing."""
-    differs = [k for k in ("version", "recipe", "mtp", "plan_hash") if theirs[k] != mine[k]]
+    """What a run has other than this one: of `version`, `recipe`, `mtp`, `allow_nonfinite`, `plan_hash` and `source`;
+    empty if nothing."""
+    keys = ("version", "recipe", "mtp", "allow_nonfinite", "plan_hash")
+    differs = [k for k in keys if theirs[k] != mine[k]]
     if differs == ["plan_hash"]:
         return "another source, other rules or other --experts"
     if differs:
-        return f"another {differs[0]}"
+        return f"another {differs[0]} ({theirs[differs[0]]}, not {mine[differs[0]]})"
     return "" if theirs["source"]["fingerprint"] == mine["source"]["fingerprint"] else "other weights of its source"
 
 

@@ -1,18 +1,18 @@
 """The MLX repository: shards, and all that stands beside them. It looks whole only when it is."""
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from importlib.metadata import version
-from importlib.resources import files
 from pathlib import Path
 
-from ..quantize.errors import OutputError, SourceError
+from ..quantize.errors import OutputError, SourceError, quoted
 from .checkpoint import INDEX, Checkpoint, read_json, read_whole
-from .config import MODEL_FILE, built_config
+from .config import MODEL_FILE, built_config, own_model_file
 from .fingerprint import fingerprint
 from .hub import Source
-from .journal import JOURNAL, check_unused, open_journal, other_run, sole_run
-from .losses import Losses, cast_modules, check_casts, requantization
+from .journal import JOURNAL, check_unused, fresh_journal, open_journal, other_run, sole_run
+from .losses import Losses, cast_modules, check_casts, requantization, requantization_errors
 from .nvfp4 import check_expert_scales
 from .plan import Plan
 from .shards import Written, as_json, index_json, write_file
@@ -82,10 +82,14 @@ def write_repo(
         losses = Losses(casts, requantization(plan, journal.requantized))
         made = _provenance(plan, origin, losses) | {"card": card_facts}
         contents = copied | {
-            MODEL_FILE: (files(__package__) / MODEL_FILE).read_bytes(),
+            MODEL_FILE: own_model_file(),
             CARD: card(made).encode(),
             INDEX: index_json(plan),
         }
+        if not journal.finishing:
+            _check_no_strangers(out, [*contents, PROVENANCE, "config.json"])
+            journal.finishing = True
+            journal.save()
         config = as_json(built_config(checkpoint.config, plan.quantized, plan.dominant, plan.config_keys()))
         written = journal.shards | {name: write_file(out / name, data) for name, data in contents.items()}
         written["config.json"] = Written.of(config)
@@ -93,7 +97,38 @@ def write_repo(
         write_file(out / PROVENANCE, as_json(made))
         write_file(out / "config.json", config)
         journal.remove()
+        for name in made["files"]:  # of a run that was killed while it made one of them anew
+            (out / f".{name}.partial").unlink(missing_ok=True)
     return made
+
+
+def _check_no_strangers(out: Path, names: list[str]) -> None:
+    if strangers := [name for name in names if os.path.lexists(out / name)]:
+        raise OutputError(
+            f"{out / strangers[0]}: stands where this run has to write, and is not its own; move it away and run the "
+            "same command again"
+        )
+
+
+def open_again(out: Path, plan: Plan, checkpoint: Checkpoint, origin: dict, wrong: list[str]) -> None:
+    """Makes an interrupted run of a finished build of which some files are not what was written: they are removed.
+
+    Args:
+        wrong: names of files that `write_repo` writes.
+    Raises:
+        OutputError: the folder could not be written.
+    """
+    made, _ = read_json(out / PROVENANCE)
+    with sole_run(out):
+        journal = fresh_journal(out, plan, version("motif-convert"), origin)
+        journal.finishing = True
+        for name, modules in plan.shards.items():
+            if name not in wrong:
+                journal.shards[name] = Written(**made["files"][name])
+                journal.requantized |= requantization_errors(modules, checkpoint)
+        journal.save()
+        for name in ("config.json", PROVENANCE, *wrong):
+            (out / name).unlink(missing_ok=True)
 
 
 def origin_of(source: Source, checkpoint: Checkpoint) -> dict:
@@ -116,14 +151,15 @@ def begun_at(out: Path, source: str) -> str | None:
 
 def is_finished(out: Path) -> bool:
     """Whether a folder holds a build that a conversion has finished."""
-    return not (out / JOURNAL).exists() and (out / PROVENANCE).is_file() and (out / "config.json").is_file()
+    return not (out / JOURNAL).exists() and (out / PROVENANCE).is_file()
 
 
-def check_is_build_of(out: Path, plan: Plan, origin: dict) -> None:
+def check_is_build_of(out: Path, plan: Plan, origin: dict, damaged: Sequence[str] = ()) -> None:
     """Refuses a finished build that this version would not have written by this plan, or that lacks files.
 
     Args:
         origin: see `origin_of`.
+        damaged: files that may be missing or of another size.
     Raises:
         OutputError: naming the folder.
     """
@@ -131,26 +167,33 @@ def check_is_build_of(out: Path, plan: Plan, origin: dict) -> None:
     try:
         theirs = {"recipe": made["recipe"]["name"], "mtp": made["mtp"]["policy"], "plan_hash": made["plan_hash"]}
         theirs["source"] = {"fingerprint": made["source"]["fingerprint"]}
+        theirs["allow_nonfinite"] = made["allow_nonfinite"]
         theirs["version"], sizes = made["converter"]["version"], {n: f["size"] for n, f in made["files"].items()}
     except (KeyError, TypeError, AttributeError):
         raise OutputError(f"{out}: its {PROVENANCE} is not what motif-convert writes; choose another --out") from None
     mine = {"version": version("motif-convert"), "recipe": plan.recipe.name, "mtp": plan.mtp}
+    mine["allow_nonfinite"] = plan.allow_nonfinite
     if differs := other_run(theirs, mine | {"plan_hash": plan.plan_hash, "source": origin}):
         raise OutputError(
             f"{out}: holds a finished build with {differs}, and nothing in it is overwritten; choose another --out"
         )
     for name, size in sizes.items():
+        if name in damaged or (name == CARD and (out / CARD).is_file()):  # that may be changed by hand
+            continue
         if not (out / name).is_file() or (out / name).stat().st_size != size:
             raise OutputError(
-                f"{out}: a finished build whose {name} is missing or of another size; see `motif-convert verify`, "
-                "or choose another --out"
+                f"{out}: a finished build whose {name} is missing or of another size; the same command with --recheck "
+                "makes it again"
             )
 
 
 def _to_copy(folder: Path) -> list[Path]:
     try:
         found = (p for p in folder.iterdir() if any(fnmatchcase(p.name, pattern) for pattern in COPIED))
-        return sorted(p for p in found if not p.is_dir())
+        paths = sorted(p for p in found if not p.is_dir())
+        if odd := [p.name for p in paths if not p.name.isprintable()]:
+            raise SourceError(f"{folder}: the name of {quoted(odd[0])} is no plain text; rename or remove it")
+        return paths
     except OSError as e:
         raise OutputError(f"{folder}: could not be read: {e.strerror}") from None
 

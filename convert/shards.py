@@ -16,6 +16,7 @@ from .plan import Module, Plan
 
 METADATA = {"format": "mlx"}
 TAKE_BYTES = 4 << 20
+TOO_LARGE = "; a limit on the size of files is in the way (ulimit -f, or the disk's format): lift it and run it again"
 GO_ON = "; free some space and run the same command again"
 
 
@@ -87,6 +88,7 @@ def _writing(path: Path) -> Iterator[None]:
         yield
     except OSError as e:
         hint = GO_ON if e.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        hint = TOO_LARGE if e.errno == errno.EFBIG else hint
         raise OutputError(f"{path}: could not be written: {e.strerror}{hint}") from e
 
 
@@ -104,7 +106,8 @@ def new_file(path: Path, nbytes: int = 0) -> Iterator[HashedFile]:
     partial = path.with_name(f".{path.name}.partial")
     try:
         with _writing(path):
-            fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+            partial.unlink(missing_ok=True)  # it may be a link to somebody's file
+            fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         file = HashedFile(fd, path)
         try:
             with _writing(path):

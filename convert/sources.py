@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TypeVar
 
-from ..quantize.errors import SourceError
+from ..quantize.errors import SourceError, quoted
 from .fetch import blob_path, fetch
 from .headers import TensorInfo, header_tensors, open_regular
 from .hub import HubFile, Source, hub_errors, read_range
@@ -37,6 +37,8 @@ def find_source(source: str, revision: str | None = None) -> Source:
     if folder.exists():
         if revision is not None:
             raise SourceError(f"{source}: a folder; --revision goes with a Hub repo id")
+        if any("\ud800" <= c <= "\udfff" for c in folder.resolve().name):
+            raise SourceError(f"{quoted(source)}: the folder's name is not UTF-8, and builds record it; rename it")
         if not folder.is_dir():
             raise SourceError(f"{source}: not a folder; name the folder that holds config.json")
         return _in_cache(folder.resolve()) or Source(folder.resolve().name, None, folder)

@@ -63,6 +63,7 @@ def write_shards(
         there = done and path.is_file() and path.stat().st_size == done.size
         if there and recheck and sha256_of(path) != done.sha256:
             there = False
+            journal.forget(name)
             recheck(name)
         if there:
             progress(sum(m.source_nbytes for m in modules), name)
@@ -98,8 +99,7 @@ def _inspect(name: str, inspection: Inspection, journal: Journal) -> None:
     try:
         inspection.inspect(name)
     except CheckError:
-        del journal.shards[name]
-        journal.save()
+        journal.forget(name)
         raise
 
 

@@ -4,8 +4,10 @@ All of it follows from motif-convert.json, the sizes of the families and validat
 again when there is more to say.
 """
 
+import os
 import re
 import shlex
+from itertools import count
 from pathlib import Path
 
 import yaml
@@ -25,7 +27,7 @@ from .show import experts_sentence, families_table, human_bytes, markdown_table,
 DEMO_ID = "demo-motif3"
 BEFORE = ".README.md.before"  # a card that was changed by hand, kept when it is written anew
 MAX_CARD_BYTES = 4 << 20
-FRONT_MATTER = re.compile(r"\s*---[\r\n]+(.*?)[\r\n]+---(?:[\r\n]|$)", re.DOTALL)  # what the Hub takes for it
+MAX_FRONT_MATTER = 64 << 10
 TAKEN = ("license", "license_name", "license_link", "language")  # of the source's own card
 DRAFTING = (
     "\n\n`mlx_lm.generate` decodes without it. Runtimes that draft call `model.mtp_forward`, as `motif.py` describes."
@@ -39,13 +41,27 @@ def source_metadata(checkpoint: Checkpoint) -> dict:
     if not path.is_file():
         return {}
     try:
-        found = FRONT_MATTER.match(read_whole(path, MAX_CARD_BYTES).decode("utf-8"))
-        meta = yaml.safe_load(found[1]) if found else None
+        found = _front_matter(read_whole(path, MAX_CARD_BYTES).decode("utf-8"))
+        if (
+            found is None
+            or len(found) > MAX_FRONT_MATTER
+            or any(isinstance(token, yaml.AliasToken) for token in yaml.scan(found, yaml.SafeLoader))
+        ):
+            return {}
+        meta = yaml.safe_load(found)
         known = {k: meta[k] for k in TAKEN if k in meta} if isinstance(meta, dict) else {}
         as_json(known)
     except (SourceError, ValueError, TypeError, yaml.YAMLError, RecursionError):
         return {}
     return known
+
+
+def _front_matter(text: str) -> str | None:
+    """What the Hub takes for a card's metadata: the lines between two of `---` at its head; None without."""
+    lines = text.lstrip().splitlines()
+    if not lines or lines[0] != "---" or "---" not in lines[1:]:
+        return None
+    return "\n".join(lines[1 : lines.index("---", 1)])
 
 
 def read_extra(path: Path) -> str:
@@ -62,7 +78,7 @@ def read_extra(path: Path) -> str:
         raise RecipeError(f"--card-extra {path}: not a text file in UTF-8") from None
     if not text:
         raise RecipeError(f"--card-extra {path}: is empty")
-    if FRONT_MATTER.match(text):
+    if _front_matter(text) is not None:
         raise RecipeError(f"--card-extra {path}: begins with front matter (---); the card has its own: leave it out")
     if not all(c.isprintable() or c in "\n\r\t" for c in text):
         raise RecipeError(f"--card-extra {path}: holds control characters")
@@ -208,19 +224,31 @@ def write_card(out: Path, files: dict[str, bytes]) -> None:
                 write_file(out / name, data)
 
 
-def replace_card(out: Path, extra: str | None) -> bool:
+def put_aside(out: Path) -> str | None:
+    """Keeps a card that was changed by hand beside the one that is to be written; returns its new name.
+
+    Raises:
+        SourceError, OutputError.
+    """
+    if not (out / CARD).is_file() or is_as_written(out):
+        return None
+    names = (BEFORE + f"-{n}" * (n > 1) for n in count(1))
+    name = next(n for n in names if not os.path.lexists(out / n))
+    write_file(out / name, (out / CARD).read_bytes())
+    return name
+
+
+def replace_card(out: Path, extra: str | None) -> str | None:
     """Writes the card anew, whatever became of it; one that was changed by hand is kept beside it.
 
     Args:
         extra: a user's own text in place of what was there; None keeps that.
     Returns:
-        Whether a card is kept as BEFORE.
+        What the card that was there is kept as, if it was changed by hand.
     Raises:
         SourceError, OutputError.
     """
-    by_hand = not renew_card(out) and (out / CARD).is_file()
-    if by_hand:
-        write_file(out / BEFORE, (out / CARD).read_bytes())
+    by_hand = None if renew_card(out) else put_aside(out)
     if extra is not None:
         note(out, {"extra": extra})
     write_card(out, renewed(out, evidence_of(out)))

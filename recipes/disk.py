@@ -61,7 +61,8 @@ def itinerary_of(job: Job) -> Itinerary:
 
 def demands(job: Job, out: Path, stream: bool) -> list[Demand]:
     """What a conversion into `out` will write, a disk at a time; what an interrupted run has written is not counted."""
-    there = sum(p.stat().st_size for p in out.rglob("*") if p.is_file()) if out.is_dir() else 0
+    found = [p for p in out.rglob("*") if p.is_file() and not p.name.endswith(".partial")] if out.is_dir() else []
+    there = sum(p.stat().st_size for p in found)
     wanted = [(out, max(0, (itinerary_of(job).peak if stream else job.plan.total_bytes) - there))]
     if not stream and (download := download_of(job, out, stream)):
         wanted.append((job.source.folder, download.nbytes - download.here))

@@ -14,6 +14,7 @@ KEPT_DTYPES = {"source": None, "float": UNPACKED, "bf16": "BF16", "fp16": "F16",
 RULE_KEYS = {"match", "mode", "bits", "group_size", "dtype", "optional"}
 RECIPE_KEYS = {"name", "description", "mtp", "min_acceptance", "rules"}
 MAX_RECIPE_BYTES = 1 << 20
+MAX_RULES = 1000  # and patterns of a rule
 
 
 def built_in() -> list[str]:
@@ -59,6 +60,8 @@ def parse_recipe(text: str, file: str) -> Recipe:
         mark = getattr(e, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
         problem = str(getattr(e, "problem", None) or e).splitlines()[0]
+        if "alphabetic or numeric" in problem:  # *.mlp.* is an alias to YAML
+            problem += "; a pattern that begins with * stands in quotes"
         raise RecipeError(f"recipe {file}{where}: not valid YAML ({problem})") from None
     top = _mapping(root, file, RECIPE_KEYS, "a recipe")
     for key in ("name", "rules"):
@@ -66,12 +69,14 @@ def parse_recipe(text: str, file: str) -> Recipe:
             raise RecipeError(f"recipe {file}: has no `{key}`")
     if not isinstance(top["rules"], yaml.SequenceNode) or not top["rules"].value:
         raise _error(file, top["rules"], "`rules` must be a list of rules")
+    if len(top["rules"].value) > MAX_RULES:
+        raise _error(file, top["rules"], f"{len(top['rules'].value)} rules, more than {MAX_RULES}")
     mtp = _scalar(top["mtp"], file, "mtp") if "mtp" in top else "bf16"
     if mtp not in MTP_POLICIES:
         raise _error(file, top["mtp"], f"mtp {mtp!r} is not one of {', '.join(MTP_POLICIES)}")
     name = _scalar(top["name"], file, "name")
     if not name or not all(c.isalnum() or c in "._-" for c in name) or name.startswith("."):
-        raise _error(file, top["name"], f"name {name!r} may have letters, digits, dot, dash and underscore only")
+        raise _error(file, top["name"], f"name {name[:50]!r} may have letters, digits, dot, dash and underscore only")
     return Recipe(
         name=name,
         description=_scalar(top["description"], file, "description") if "description" in top else "",
@@ -99,6 +104,8 @@ def _rule(node: yaml.Node, file: str) -> Rule:
         raise _error(file, node, "a rule needs `match`")
     match = keys["match"]
     nodes = match.value if isinstance(match, yaml.SequenceNode) else [match]
+    if len(nodes) > MAX_RULES:
+        raise _error(file, match, f"{len(nodes)} patterns, more than {MAX_RULES}")
     patterns = tuple(_scalar(n, file, "match") for n in nodes)
     if not patterns or not all(patterns):
         raise _error(file, match, "`match` must be a pattern or a list of patterns")
@@ -150,6 +157,8 @@ def _mapping(node: yaml.Node | None, file: str, known: set[str], what: str) -> d
 def _scalar(node: yaml.Node, file: str, key: str) -> str:
     if not isinstance(node, yaml.ScalarNode):
         raise _error(file, node, f"`{key}` must be one value")
+    if any("\ud800" <= c <= "\udfff" for c in node.value):
+        raise _error(file, node, f"`{key}` holds half a surrogate, which is no character")
     return node.value
 
 

@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-from ..convert.checkpoint import Checkpoint, read_json
-from ..convert.config import TORCH_NAMES, built_config
+from ..convert.checkpoint import Checkpoint, read_json, read_whole
+from ..convert.config import MODEL_FILE, TORCH_NAMES, built_config, own_model_file
 from ..convert.headers import TensorInfo
 from ..convert.losses import (
     cast_modules,
@@ -29,11 +29,22 @@ def check_claims(out: Path, shards: Shards, plan: Plan | None, checkpoint: Check
     except SourceError as e:
         return [one_line(e)]
     tensors = {name: info for found in shards.values() for name, info in found.items()}
-    problems = _quantization(config, tensors) + _head(config, tensors) + _dtype(config, tensors)
+    problems = _quantization(config, tensors) + _head(config, tensors) + _dtype(config, tensors) + _model_file(out)
     if plan:
         expected = built_config(checkpoint.config, plan.quantized, plan.dominant, plan.config_keys())
         problems += _differences(json.loads(json.dumps(expected)), config, problems)
     return problems
+
+
+def _model_file(out: Path) -> list[str]:
+    """`motif.py` is what loaders run: it has to be this program's own."""
+    try:
+        ours = read_whole(out / MODEL_FILE) == own_model_file()
+    except SourceError as e:
+        return [one_line(e)]
+    if not ours:
+        return [f"{MODEL_FILE}: not the file of this version of motif-convert; loaders run it: do not trust it"]
+    return []
 
 
 def _quantization(config: dict, tensors: dict[str, TensorInfo]) -> list[str]:

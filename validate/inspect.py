@@ -115,6 +115,8 @@ def _stored_as(info: TensorInfo, repo: Checkpoint, quantization: dict) -> tuple[
         return prod(info.shape), info.dtype
     how = quantization.get(path, quantization)
     try:
+        if not all(type(how[k]) is int and 0 < how[k] < 1 << 20 for k in ("group_size", "bits")):
+            raise TypeError
         if 32 * info.shape[-1] != scales.shape[-1] * how["group_size"] * how["bits"]:
             stated = f"{how['bits']}-bit with group {how['group_size']}"
             raise SourceError(f"config.json: {path} is not {stated}, by the shapes of its tensors")

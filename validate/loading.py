@@ -2,9 +2,11 @@
 
 import hashlib
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 from ..convert.checkpoint import read_json, read_whole
+from ..convert.config import MODEL_FILE
 from ..convert.repo import PROVENANCE
 from ..quantize.errors import SourceError, quoted
 
@@ -13,6 +15,25 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 
 def has_tokenizer(folder: Path) -> bool:
     return any((folder / name).exists() for name in TOKENIZERS)
+
+
+def encoder(folder: Path) -> Callable[[str], list[int]] | None:
+    """What turns text into a build's tokens, with no special ones added; None if it has no tokenizer.
+
+    Raises:
+        SourceError: the tokenizer can't be loaded.
+    """
+    if not has_tokenizer(folder):
+        return None
+    from mlx_lm.utils import load_tokenizer
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    try:
+        tokenizer = load_tokenizer(folder, {"trust_remote_code": False})
+    except Exception as e:  # whatever a damaged file makes transformers raise
+        raise SourceError(f"{folder}: its tokenizer can't be loaded: {quoted(e)}") from None
+    return lambda text: tokenizer.encode(text, add_special_tokens=False)
 
 
 def check_small_files(folder: Path) -> None:
@@ -24,7 +45,10 @@ def check_small_files(folder: Path) -> None:
     if not (folder / PROVENANCE).exists():
         raise SourceError(f"{folder}: not a build of motif-convert: it has no {PROVENANCE}")
     recorded = read_json(folder / PROVENANCE)[0].get("files")
-    for name, entry in (recorded if isinstance(recorded, dict) else {}).items():
+    for name in (MODEL_FILE, "config.json"):
+        if not isinstance(recorded, dict) or name not in recorded:
+            raise SourceError(f"{folder / PROVENANCE}: does not list {name}; verify says what is wrong")
+    for name, entry in recorded.items():
         if name.endswith(".safetensors") or name == "README.md":
             continue
         found = hashlib.sha256(read_whole(folder / name)).hexdigest()
@@ -48,6 +72,7 @@ def load(folder: Path) -> tuple:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
-            return mlx_load(str(folder), trust_remote_code=True, return_config=True)
+            plain = {"trust_remote_code": False}  # of a tokenizer; `motif.py` is ours
+            return mlx_load(str(folder), plain, trust_remote_code=True, return_config=True)
     except Exception as e:  # whatever a damaged build makes mlx, transformers or motif.py raise
         raise SourceError(f"{folder}: mlx-lm can't load it: {quoted(e)}") from None

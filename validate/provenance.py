@@ -38,7 +38,9 @@ def check_is_build(out: Path) -> None:
     """Refuses what is not a build at all, not even a broken one. Raises SourceError."""
     if not out.is_dir():
         raise SourceError(f"{out}: no such folder")
-    if not any(os.path.lexists(out / name) for name in (PROVENANCE, JOURNAL)):
+    if not os.path.lexists(out / PROVENANCE):
+        if os.path.lexists(out / JOURNAL):
+            raise SourceError(f"{out}: an interrupted run; run the same command again to finish it")
         raise SourceError(f"{out}: not a build of motif-convert: it has no {PROVENANCE}")
 
 

@@ -6,14 +6,16 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from ..convert.checkpoint import INDEX, Checkpoint, read_json, read_whole
+from ..convert.config import MODEL_FILE
 from ..convert.headers import TensorInfo, read_header
 from ..convert.journal import JOURNAL
 from ..convert.plan import Plan
 from ..convert.repo import CARD, COPIED, PROVENANCE
 from ..convert.shards import Written
-from ..quantize.errors import SourceError
+from ..quantize.errors import SourceError, quoted
 from .provenance import one_line
 
+WRITTEN = (INDEX, "config.json", MODEL_FILE, CARD)  # beside the shards, and what is copied
 EVIDENCE = ("validation.json", "validation.png")  # made by verify and smoke, after motif-convert.json
 RENEWED = {f".{name}.partial" for name in (PROVENANCE, CARD, *EVIDENCE)}  # of a kill; written again in time
 MOST = 20  # lines about one kind of fault
@@ -41,6 +43,8 @@ def check_files(out: Path, files: dict[str, Written] | None) -> list[str]:
     problems = []
     for name, recorded in (files or {}).items():
         path = out / name
+        if not name.endswith(".safetensors") and not any(fnmatchcase(name, p) for p in (*WRITTEN, *COPIED)):
+            problems.append(f"{PROVENANCE}: lists {quoted(name)}, which is no file of a build")
         if not path.is_file():
             problems.append(f"{name}: missing, and {PROVENANCE} lists it")
         elif (size := path.stat().st_size) != recorded.size:
