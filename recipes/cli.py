@@ -2,17 +2,18 @@
 
 import json
 import os
-import signal
 import sys
 from pathlib import Path
 
 import click
 
+from .conversion import convert_source, show_plan, verified_before
 from .options import Finite, build_options, card_extra_option, convert_options, given, hub_options
+from .process import be_sturdy
 from .steps import (
     NOT_ON_THE_HUB,
     SAID,
-    convert_source,
+    evaluate_build,
     fetch,
     generate_text,
     mtp_of,
@@ -21,13 +22,14 @@ from .steps import (
     rewrite_card,
     say,
     show_evidence,
-    show_plan,
     smoke_build,
+    target_of_build,
     upload_build,
-    verified_before,
     verify_build,
     verify_streamed,
 )
+
+ONLY_SHOWN = ("plan", "inspect")  # nothing is lost if nobody reads what they print
 
 
 class Group(click.Group):
@@ -60,7 +62,7 @@ def cli(ctx, prompt, max_tokens, no_verify, upload, private, create_pr, **build)
     from ..validate.evidence import evidence_of
     from ..validate.generate import PROMPT, why_not
 
-    target = _target_of_build(no_verify, upload, private, create_pr)
+    target = target_of_build(no_verify, upload, private, create_pr)
     stream = build["stream"]
     job, out, new = convert_source(**build, compare=stream and not no_verify)
     reason = why_not(out, job.plan.total_bytes)
@@ -201,6 +203,39 @@ def smoke(ctx, folder, as_json, **options):
         ctx.exit(1)
 
 
+@cli.command("eval")
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--source", metavar="REPO|DIR|demo", help="What DIR was made from.  [default: what it names]")
+@click.option("--revision", help="Branch, tag or commit of a Hub --source.")
+@click.option("--text", type=click.Path(path_type=Path), help="Text, or .jsonl lines: text, optional name.")
+@click.option("--tokens", type=click.IntRange(2), help="Tokens at most.  [default: all of the text]")
+@click.option("--window", type=click.IntRange(2), default=512, show_default=True, help="Tokens of one context.")
+@click.option(
+    "--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True, help="To compute in."
+)
+@click.option(
+    "--temperature", type=Finite(0, min_open=True), default=0.8, show_default=True, help="Of the expected acceptance."
+)
+@click.option("--lens", is_flag=True, help="Look through the output head after every layer.")
+@click.option("--max-kl", type=Finite(0), help="Fail above this mean divergence, in nats.")
+@click.option("--min-top1", type=Finite(0, 1), help="Fail below this share of equal first choices.")
+@click.option("--json", "as_json", is_flag=True, help="The result as JSON.")
+@click.pass_context
+def evaluate(ctx, folder, source, revision, as_json, **options):
+    """Compare what a build says with its source, layer by layer, in little memory; record it in validation.json."""
+    from .eval_text import evaluation_text
+    from .pipeline import open_source, source_of
+
+    if revision and not source:
+        raise click.UsageError("--revision goes with --source")
+    origin, checkpoint = open_source(*((source, revision) if source else source_of(folder)))
+    fetch(origin, checkpoint)
+    result = evaluate_build(folder, origin, checkpoint, **options)
+    click.echo(json.dumps(result, indent=1) if as_json else evaluation_text(result))
+    if not result["passed"]:
+        ctx.exit(1)
+
+
 @cli.command()
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
 @card_extra_option
@@ -237,33 +272,12 @@ def upload(ctx, folder, repo, private, create_pr, revision, force, dry_run, as_j
         ctx.exit(1)
 
 
-def _target_of_build(no_verify: bool, upload: str | None, private: bool, create_pr: bool):
-    """Where the build that is to be made goes, asked before hours of work; None if nowhere."""
-    if upload is None:
-        if private or create_pr:
-            raise click.UsageError(f"{'--private' if private else '--create-pr'} goes with --upload REPO")
-        return None
-    if no_verify:
-        raise click.UsageError("--upload publishes what was verified; it does not go with --no-verify")
-    from .upload import target_of
-
-    return target_of(upload, None, create_pr, private, say)
-
-
-def _be_sturdy() -> None:
-    """A polite kill and a closed terminal end a run as Ctrl-C does; a standard input that is closed becomes empty."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) == signal.SIG_DFL:  # not under nohup
-            signal.signal(number, signal.default_int_handler)
-    if sys.stdin is None:
-        os.open(os.devnull, os.O_RDONLY)  # as 0, which mlx takes for a failure to open its own file
-
-
 def main() -> None:
     """Entry point: runs a command, and turns what a user can mend into one line."""
     from ..quantize.errors import CheckError, MotifConvertError
 
-    _be_sturdy()
+    be_sturdy()
+    context = None
     try:
         # Not cli.main(): it ends a broken pipe with exit code 1, whatever standalone_mode says.
         with cli.make_context("motif-convert", sys.argv[1:]) as context:
@@ -281,7 +295,7 @@ def main() -> None:
         os._exit(130)  # not after what threads still wait for
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
+        sys.exit(0 if context is None or context.invoked_subcommand in ONLY_SHOWN else 1)
     except MotifConvertError as e:
         say(f"motif-convert: error: {e}")
         sys.exit(1 if isinstance(e, CheckError) else 2)

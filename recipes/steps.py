@@ -1,118 +1,12 @@
 """The steps that commands are made of, each with its progress and its words. What is heavy is imported where used."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import click
 
 SAID = "said"  # of an interruption
 NOT_ON_THE_HUB = "--stream is for a source on the Hub; this one is on this machine already"
-
-
-def convert_source(
-    source: str,
-    revision: str | None,
-    stream: bool,
-    bits: str | None,
-    recipe: str | None,
-    mtp: str | None,
-    keep_mtp_fp16: bool,
-    experts: str | None,
-    out: Path | None,
-    workers: int | None,
-    allow_nonfinite: bool,
-    recheck: bool,
-    card_extra: Path | None,
-    compare: bool = False,
-):
-    """Converts, or finds that this is done; with `compare`, each shard is compared with the source on the way.
-
-    Returns:
-        The job, the folder, and whether the build is new.
-    """
-    from ..convert.journal import check_unused
-    from ..convert.repo import begun_at, check_is_build_of, is_finished, origin_of
-    from ..convert.stream import left_to_mlx
-    from ..quantize.errors import CheckError, listing
-    from . import card, pipeline
-    from .disk import check_space, download_of
-    from .progress import Progress
-    from .show import experts_sentence, human_bytes, mtp_sentence
-
-    recipe, mtp = recipe_of(bits, recipe), mtp_of(mtp, keep_mtp_fp16)
-    extra = card.read_extra(card_extra) if card_extra else None
-    out = pipeline.default_out(source, recipe, mtp) if out is None else out
-    finished = is_finished(out)
-    if not finished:
-        check_unused(out)
-    if revision is None and (revision := begun_at(out, source)):
-        say(f"{out} was begun at commit {revision} of {source}: going on with that one.")
-    job = pipeline.prepare(source, recipe, mtp, experts, revision, allow_nonfinite)
-    if stream and not job.source.files:
-        raise click.UsageError(NOT_ON_THE_HUB)
-    if finished:
-        renew_card(out, quiet=True)
-        check_is_build_of(out, job.plan, origin_of(job.source, job.checkpoint))
-        if recheck and (wrong := wrong_files(out)):
-            raise CheckError(listing(f"{out}: damaged since it was finished; make it again in another --out", wrong))
-        say(f"Complete already: {out}")
-        if extra:
-            rewrite_card(out, extra)
-        return job, out, False
-    show_plan(job, out, stream, say)
-    check_space(job, out, stream)
-    for reason, nbytes in left_to_mlx(job.plan).items():
-        say(f"{human_bytes(nbytes)} of source go through mx.quantize, slowly and to the same bytes: {reason}.")
-    download = download_of(job, out, stream)
-    downloaded = Progress(download.nbytes, "download") if download else None
-    compared = Progress(job.source_bytes, "verify") if compare else None
-    progress = Progress(job.source_bytes, "convert")
-    try:
-        made = pipeline.convert(
-            job,
-            out,
-            progress,
-            workers,
-            stream,
-            downloaded or (lambda count, name: None),
-            (lambda count: compared(count, "verify")) if compared else None,
-            extra,
-            (lambda name: say(f"{name} is not what was written any more: it is written again.")) if recheck else None,
-        )
-    except KeyboardInterrupt:
-        say(f"Interrupted. Run the same command again (--out {out}) to go on.")
-        raise KeyboardInterrupt(SAID) from None
-    finally:
-        for bar in (progress, downloaded, compared):
-            if bar:
-                bar.close()
-    say(mtp_sentence(made))
-    if made["experts"]["requantized"]:
-        say(experts_sentence(made))
-    say(f"Written: {out}")
-    return job, out, True
-
-
-def show_plan(job, out: Path, stream: bool, say: Callable[[str], None]) -> None:
-    from .disk import disk_lines
-    from .show import family_rows, text_table
-
-    if job.source.revision:
-        say(f"Source: {job.source.id} at commit {job.source.revision}")
-    say(text_table(family_rows(job.plan)))
-    shards = len(job.plan.shards)
-    say(f"Recipe {job.plan.recipe.name}, MTP head {job.plan.mtp}, {shards} shard{'s' if shards > 1 else ''}.")
-    if job.plan.nvfp4:
-        say(f"Routed experts: from {job.plan.experts_from}.")
-        if job.plan.rounds_twice:
-            say("WARNING: --experts affine rounds the NVFP4 experts twice; without it they keep their codes.")
-    for file in job.plan.unused:
-        say(f"{file}: activation scales, which a weight-only build does not use; not copied.")
-    if job.plan.dropped:
-        say(f"Dropped on purpose: {len(job.plan.dropped)} tensors of the MTP head (model.mtp_layers.0.*).")
-    for line in disk_lines(job, out, stream):
-        say(line)
 
 
 def generate_text(out: Path, prompt: str, max_tokens: int) -> None:
@@ -126,11 +20,16 @@ def generate_text(out: Path, prompt: str, max_tokens: int) -> None:
 
 def rewrite_card(out: Path, extra: str | None) -> None:
     """Writes the card anew."""
-    from ..convert.repo import CARD
-    from .card import BEFORE, replace_card
+    from .card import replace_card
 
-    if replace_card(out, extra):
-        say(f"{CARD} had been changed by hand; that one is kept as {BEFORE}.")
+    say_kept(replace_card(out, extra))
+
+
+def say_kept(name: str | None) -> None:
+    from ..convert.repo import CARD
+
+    if name:
+        say(f"{CARD} had been changed by hand; that one is kept as {name}.")
 
 
 def renew_card(out: Path, quiet: bool = False) -> None:
@@ -169,7 +68,7 @@ def verify_build(folder: Path, checkpoint, sample: float | None, workers: int | 
     from .show import verification_text
 
     renew_card(folder, quiet=True)
-    progress = Progress(sum(t.nbytes for t in checkpoint.tensors.values()), "verify")
+    progress = Progress(checkpoint_bytes(checkpoint), "verify")
     try:
         found = verify_repo(folder, checkpoint, sample, workers, lambda n: progress(n, "verify"))
     finally:
@@ -209,38 +108,6 @@ def verify_streamed(folder: Path, source, checkpoint, workers: int | None, quiet
     return found, job
 
 
-def verified_before(folder: Path) -> bool:
-    """Whether the evidence says that all was compared, and the build is still what it was: structure and hashes."""
-    from ..validate.evidence import is_verified
-    from ..validate.ready import check_structure
-
-    renew_card(folder, quiet=True)
-    if not is_verified(folder) or check_structure(folder)[1]:
-        return False
-    same = not wrong_files(folder)
-    if same:
-        say("Compared with the source before, and its files have kept their hashes: validation.json stands.")
-    return same
-
-
-def wrong_files(folder: Path) -> list[str]:
-    """What motif-convert.json says of a build's files and is not so any more: all are read."""
-    from ..validate.contents import digest
-    from ..validate.provenance import read_provenance
-    from ..validate.ready import check_hashes
-    from .progress import Progress
-
-    provenance = read_provenance(folder)
-    progress, found = Progress(sum(f.size for f in provenance.files.values()), "check"), {}
-    try:
-        for name, file in provenance.files.items():
-            found[name] = digest(folder / name).sha256
-            progress(file.size, name)
-    finally:
-        progress.close()
-    return check_hashes(provenance, found)
-
-
 def record_verification(folder: Path, result: dict, passed: bool, job=None) -> dict | None:
     """Puts a verification into the build's evidence; where that fails, a failed check still counts for more."""
     from ..quantize.errors import MotifConvertError
@@ -272,6 +139,54 @@ def smoke_build(folder: Path, minimum: float | None, quiet: bool = False, **opti
     return evidence
 
 
+def evaluate_build(
+    folder: Path,
+    origin,
+    checkpoint,
+    text: Path | None,
+    tokens: int | None,
+    window: int,
+    max_kl: float | None,
+    min_top1: float | None,
+    **options,
+) -> dict:
+    """Compares a build's words with its source's, and records it."""
+    from ..validate.corpus import make_corpus, read_texts
+    from ..validate.evaluation import evaluate, gated, memory_needed, parameters_of
+    from ..validate.evidence import record
+    from ..validate.loading import encoder
+    from .progress import Progress
+    from .show import human_bytes
+
+    parameters = parameters_of(folder, checkpoint)
+    encode, vocabulary = encoder(folder), checkpoint.config["vocab_size"]
+    if encode is None:
+        say("The source has no tokenizer: the bytes of the text stand for tokens.")
+    encode = encode or (lambda t: [b % vocabulary for b in t.encode()])
+    corpus = make_corpus(read_texts(text), encode, vocabulary, window, tokens)
+    say(
+        f"{corpus.count:,} tokens in {sum(map(len, corpus.batches)):,} windows; about "
+        f"{human_bytes(memory_needed(checkpoint, corpus, options['dtype']))} of memory."
+    )
+    total = checkpoint_bytes(checkpoint) + sum(p.stat().st_size for p in folder.glob("*.safetensors"))
+    progress = Progress(total, "eval")
+    try:
+        result = evaluate(folder, origin, checkpoint, parameters, corpus, say=say, progress=progress, **options)
+    except KeyboardInterrupt:
+        say("Interrupted. Run the same command again to go on after the last layer.")
+        raise KeyboardInterrupt(SAID) from None
+    finally:
+        progress.close()
+    result = gated(result, max_kl, min_top1)
+    record(folder, "eval", result)
+    renew_card(folder)
+    return result
+
+
+def checkpoint_bytes(checkpoint) -> int:
+    return sum(t.nbytes for t in checkpoint.tensors.values())
+
+
 def show_evidence(out: Path, evidence: dict) -> None:
     from ..validate.evidence import EVIDENCE, PICTURE
     from ..validate.inspect import inspect_repo
@@ -292,6 +207,19 @@ def upload_build(folder, target, again: str, force: bool = False, dry_run: bool 
         first = f"Run `motif-convert verify {folder}` first. " if "verify not run" in done.problems[0] else ""
         say(f"{first}--force publishes it all the same, and records that.")
     return not done.problems
+
+
+def target_of_build(no_verify: bool, upload: str | None, private: bool, create_pr: bool):
+    """Where the build that is to be made goes, asked before hours of work; None if nowhere."""
+    if upload is None:
+        if private or create_pr:
+            raise click.UsageError(f"{'--private' if private else '--create-pr'} goes with --upload REPO")
+        return None
+    if no_verify:
+        raise click.UsageError("--upload publishes what was verified; it does not go with --no-verify")
+    from .upload import target_of
+
+    return target_of(upload, None, create_pr, private, say)
 
 
 def recipe_of(bits: str | None, recipe: str | None) -> str:

@@ -406,8 +406,9 @@ def test_recheck(states, built, tmp_path):
     assert result.returncode == 0, result.stderr
     assert differing(kept, built(TINY)) == [SHARD]
     result = motif_convert("convert", "--source", TINY, "--out", kept, "--recheck")
-    assert result.returncode == 1
-    assert f"{SHARD}: " in result.stderr
+    assert result.returncode == 0, result.stderr
+    assert f"made again: {SHARD}." in result.stderr
+    assert differing(kept, built(TINY)) == []
     result = motif_convert("convert", "--source", TINY, "--out", out, "--recheck")
     assert result.returncode == 0, result.stderr
     assert f"{SHARD} is not what was written any more: it is written again." in result.stderr
@@ -415,6 +416,41 @@ def test_recheck(states, built, tmp_path):
     result = motif_convert("convert", "--source", TINY, "--out", out, "--recheck")
     assert result.returncode == 0, result.stderr
     assert "Complete already" in result.stderr
+
+
+def test_damage_that_was_found_stays_found(states, built, tmp_path):
+    """The run that finds it is stopped before the shard is there again; the next is not told to look."""
+    out = shutil.copytree(state_after(states, "config.json"), tmp_path / "out")
+    with (out / SHARD).open("r+b") as file:
+        file.seek(-100, os.SEEK_END)
+        file.write(b"\xff\xff")
+    limited = ["bash", "-c", f"ulimit -f 1000; exec '{COMMAND}' \"$@\"", "bash"]
+    args = ["convert", "--source", str(TINY), "--out", str(out)]
+    result = subprocess.run([*limited, *args, "--recheck"], capture_output=True, text=True)
+    assert_refused(result, SHARD, "ulimit -f")
+    (out / f".{SHARD}.partial").write_bytes(b"what a kill would have left")
+    assert motif_convert(*args).returncode == 0
+    assert differing(out, built(TINY)) == []
+    assert not list(out.glob(".*"))
+
+
+@pytest.mark.parametrize("name", [SHARD, "config.json", "motif.py", "model.safetensors.index.json"])
+@pytest.mark.parametrize("damage", ["gone", "cut"])
+def test_a_finished_build_is_mended(name, damage, built, tmp_path):
+    """Only what is damaged is made again; a card that was changed by hand is kept beside."""
+    out = shutil.copytree(built(TINY), tmp_path / "out")
+    (out / name).unlink() if damage == "gone" else os.truncate(out / name, 9)
+    (out / "README.md").write_text("mine")
+    before = (out / SHARD).stat().st_ino if name != SHARD else None
+    result = motif_convert("convert", "--source", TINY, "--out", out)
+    assert_refused(result, name, "--recheck makes it again")
+    result = motif_convert("convert", "--source", TINY, "--out", out, "--recheck")
+    assert result.returncode == 0, result.stderr
+    (kept,) = [p for p in out.iterdir() if p.name not in contents(built(TINY))]
+    assert kept.read_text() == "mine"
+    kept.unlink()
+    assert differing(out, built(TINY)) == []
+    assert before is None or (out / SHARD).stat().st_ino == before
 
 
 def test_recheck_leaves_what_is_right(states, tmp_path):

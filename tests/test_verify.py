@@ -931,8 +931,21 @@ def test_every_file_may_be_damaged(spoiled, small):
 def test_an_edited_file(spoiled, small, name):
     path = spoiled.folder / name
     path.write_bytes(path.read_bytes().replace(b"a", b"b", 1))
-    (problem,) = verify(spoiled.folder, small).problems
+    *more, problem = verify(spoiled.folder, small).problems
     assert problem.startswith(f"{name}: sha256 is ")
+    assert len(more) == (name == "motif.py")
+
+
+def test_another_motif_py_that_calls_itself_the_build_s(spoiled, small):
+    """What loaders run is known, whatever motif-convert.json says of it; and nothing else may be listed."""
+    made = json.loads((spoiled.folder / PROVENANCE).read_text())
+    for name, content in (("motif.py", b"print('mine')\n"), ("tokenization.py", b"print(1)\n")):
+        (spoiled.folder / name).write_bytes(content)
+        made["files"][name] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (spoiled.folder / PROVENANCE).write_text(json.dumps(made))
+    problems = verify(spoiled.folder, small).problems
+    assert any(p.startswith("motif.py: not the file of this version") for p in problems)
+    assert any("lists tokenization.py, which is no file of a build" in p for p in problems)
 
 
 def test_files_that_others_leave_are_no_fault(spoiled, small):
@@ -991,10 +1004,13 @@ def test_no_build(small, tmp_path):
 
 
 def test_an_unfinished_build(spoiled, small):
-    (spoiled.folder / PROVENANCE).rename(spoiled.folder / ".motif-convert.json")
+    shutil.copy(spoiled.folder / PROVENANCE, spoiled.folder / ".motif-convert.json")
     result = verify(spoiled.folder, small)
     assert not result.passed
     assert any("has not finished" in p for p in result.problems)
+    (spoiled.folder / PROVENANCE).unlink()
+    with pytest.raises(SourceError, match="an interrupted run; run the same command again to finish it"):
+        verify(spoiled.folder, small)
 
 
 # --- the arithmetic ---

@@ -1,0 +1,308 @@
+"""What a stranger may have prepared: folders with planted links and states, sources that want to run or to hang."""
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import warm
+from conftest import REFERENCE, SMALL_CONFIG, environment_with, motif_convert, random_weights, write_checkpoint
+
+TINY, DEMO = REFERENCE / "tiny-motif3", REFERENCE / "demo-motif3"
+SHARD, JOURNAL = "model-00001-of-00001.safetensors", ".motif-convert.json"
+SMALL_FILES = ("motif.py", "README.md", "config.json", "motif-convert.json", "model.safetensors.index.json")
+SECONDS = 5
+
+
+def quickly(*args: object, cwd: Path | None = None) -> subprocess.CompletedProcess:
+    return warm.run(args, environment_with({"HF_HUB_OFFLINE": "1"}), cwd, SECONDS)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warmed() -> None:
+    motif_convert("--version")
+
+
+@pytest.fixture
+def unfinished(built, tmp_path):
+    """The folder that a kill leaves after the shard, with changes to the state file."""
+
+    def make(source: Path = TINY, options: tuple = (), **changes: object) -> Path:
+        whole, out = built(source, *options), tmp_path / "unfinished"
+        out.mkdir()
+        made = json.loads((whole / "motif-convert.json").read_text())
+        shutil.copy(whole / SHARD, out)
+        state = {
+            "plan_hash": made["plan_hash"],
+            "version": made["converter"]["version"],
+            "recipe": made["recipe"]["name"],
+            "mtp": made["mtp"]["policy"],
+            "allow_nonfinite": made["allow_nonfinite"],
+            "source": {k: made["source"][k] for k in ("id", "revision", "fingerprint")},
+            "shards": {SHARD: made["files"][SHARD]},
+            "requantized": {},
+            "finishing": False,
+        }
+        (out / JOURNAL).write_text(json.dumps(state | changes))
+        return out
+
+    return make
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in folder.iterdir()}
+
+
+def test_an_unfinished_folder_is_gone_on_with(unfinished, built):
+    out = unfinished()
+    before = (out / SHARD).stat().st_ino
+    assert quickly("convert", "--source", TINY, "--out", out).returncode == 0
+    assert contents(out) == contents(built(TINY))
+    assert (out / SHARD).stat().st_ino == before
+
+
+# --- links ---
+
+
+@pytest.mark.parametrize("link", [os.symlink, os.link], ids=["symbolic", "hard"])
+@pytest.mark.parametrize("name", ["motif.py", "README.md", SHARD, JOURNAL])
+def test_planted_links_are_not_written_through(name, link, unfinished, built, tmp_path):
+    precious = tmp_path / "precious"
+    precious.write_text("precious")
+    out = unfinished()
+    if name == SHARD:
+        (out / SHARD).unlink()
+    link(precious, out / f".{name}.partial")
+    assert quickly("convert", "--source", TINY, "--out", out).returncode == 0
+    assert precious.read_text() == "precious"
+    assert contents(out) == contents(built(TINY))
+    assert not any(p.is_symlink() for p in out.iterdir())
+
+
+def test_planted_links_of_the_evidence(built, tmp_path):
+    out, precious = shutil.copytree(built(TINY), tmp_path / "out"), tmp_path / "precious"
+    precious.write_text("precious")
+    (out / ".validation.json.partial").symlink_to(precious)
+    assert quickly("verify", out, "--source", TINY).returncode in (0, 1)
+    assert precious.read_text() == "precious"
+    assert not (out / "validation.json").is_symlink()
+
+
+@pytest.mark.parametrize("name", SMALL_FILES)
+def test_files_of_a_user_are_not_taken_for_the_run_s(name, unfinished):
+    out = unfinished()
+    (out / name).write_text("mine")
+    before = contents(out)
+    result = quickly("convert", "--source", TINY, "--out", out)
+    assert result.returncode == 2
+    assert f"{out / name}: stands where this run has to write" in result.stderr
+    assert {k: v for k, v in contents(out).items() if k != JOURNAL} == {k: v for k, v in before.items() if k != JOURNAL}
+
+
+def test_every_card_of_a_user_is_kept(built, tmp_path):
+    out = shutil.copytree(built(TINY), tmp_path / "out")
+    for text in ("first", "second"):
+        (out / "README.md").write_text(text)
+        assert quickly("card", out).returncode == 0
+    assert {p.read_text() for p in out.glob(".README.md.before*")} == {"first", "second"}
+
+
+# --- states ---
+
+STATES = {
+    "deep": "[" * 100_000,
+    "an empty object": "{}",
+    "no hash": {"shards": {SHARD: {"size": 3, "sha256": None}}},
+    "a size that is none": {"shards": {SHARD: {"size": float("nan"), "sha256": "0" * 64}}},
+    "a size in fractions": {"shards": {SHARD: {"size": 3.5, "sha256": "0" * 64}}},
+    "shards in a list": {"shards": [SHARD]},
+    "errors that are none": {"requantized": {"model.layers.2.mlp.switch_mlp.gate_proj expert 0": [1, "x"]}},
+}
+
+
+@pytest.mark.parametrize("state", STATES.values(), ids=STATES)
+def test_a_state_that_no_run_writes(state, unfinished):
+    out = unfinished(**(state if isinstance(state, dict) else {}))
+    if isinstance(state, str):
+        (out / JOURNAL).write_text(state)
+    result = quickly("convert", "--source", TINY, "--out", out)
+    assert result.returncode == 2
+    assert "not readable as the state of a run" in result.stderr
+    assert not (out / "config.json").exists()
+
+
+def test_a_state_that_is_a_pipe(unfinished):
+    out = unfinished()
+    (out / JOURNAL).unlink()
+    os.mkfifo(out / JOURNAL)
+    assert quickly("convert", "--source", TINY, "--out", out).returncode == 2
+
+
+def test_a_state_with_shards_of_no_plan(unfinished, built):
+    """They come into no file of the build."""
+    entry = {"size": 1, "sha256": "0" * 64}
+    made = json.loads((built(TINY) / "motif-convert.json").read_text())
+    shards = {SHARD: made["files"][SHARD], "../../evil.py": entry, "extra.py": entry}
+    out = unfinished(shards=shards, requantized={"a expert 1": [1, 10**400]})
+    assert quickly("convert", "--source", TINY, "--out", out).returncode == 0
+    assert contents(out) == contents(built(TINY))
+
+
+def test_a_run_that_kept_nan_is_not_gone_on_with_without_it(unfinished, tmp_path):
+    weights = random_weights(SMALL_CONFIG)
+    weights["model.norm.weight"][0] = 0x7FC0
+    source = write_checkpoint(tmp_path / "source", SMALL_CONFIG, weights)
+    out = unfinished(source, ("--allow-nonfinite",))
+    result = quickly("convert", "--source", source, "--out", out)
+    assert result.returncode == 2
+    assert "another allow_nonfinite (True, not False)" in result.stderr
+    assert quickly("convert", "--source", source, "--out", out, "--allow-nonfinite").returncode == 0
+    again = quickly("convert", "--source", source, "--out", out)
+    assert again.returncode == 2
+    assert "another allow_nonfinite" in again.stderr
+
+
+# --- sources ---
+
+
+def test_a_tokenizer_s_code_is_not_run(tmp_path):
+    """transformers would ask on the terminal, in words that the source chooses; `yes` is what it would hear."""
+    source = Path(shutil.copytree(DEMO, tmp_path / "source"))
+    for path in source.iterdir():
+        path.chmod(0o644)
+    (source / "tokevil.py").write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w')\n"
+        "from transformers import PreTrainedTokenizerFast\nclass TokEvil(PreTrainedTokenizerFast): pass\n"
+    )
+    config = json.loads((source / "tokenizer_config.json").read_text())
+    config |= {"tokenizer_class": "TokEvil", "auto_map": {"AutoTokenizer": ["source--tokevil.TokEvil"] * 2}}
+    (source / "tokenizer_config.json").write_text(json.dumps(config))
+    command = [warm.COMMAND, "--source", "source", "--out", "out", "--max-tokens", "2", "--no-verify"]
+    environment = environment_with({"HF_HUB_OFFLINE": "1"})
+    result = subprocess.run(command, cwd=tmp_path, env=environment, input="y\n" * 9, capture_output=True, text=True)
+    assert not (tmp_path / "ran").exists()
+    assert "Do you wish to run" not in result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(
+    "card",
+    [
+        "---" + "\n" * 3000 + "x" * 10,
+        "---\nl0: &l0 [1,1,1,1,1,1,1,1,1]\n"
+        + "".join(f"l{i}: &l{i} [{','.join([f'*l{i - 1}'] * 9)}]\n" for i in range(1, 9))
+        + "license: *l8\n---\n",
+    ],
+    ids=["lines without end", "a bomb of aliases"],
+)
+def test_a_card_that_takes_for_ever(card, tmp_path):
+    source = write_checkpoint(tmp_path / "source", SMALL_CONFIG, random_weights(SMALL_CONFIG))
+    (source / "README.md").write_text(card)
+    assert quickly("convert", "--source", source, "--out", tmp_path / "out").returncode == 0
+
+
+def test_many_rules(tmp_path):
+    recipe = tmp_path / "many.yaml"
+    recipe.write_text("name: r\nrules:\n" + "- {match: a, dtype: source}\n" * 26_000)
+    result = quickly("plan", "--source", TINY, "--recipe", recipe)
+    assert result.returncode == 2
+    assert "26000 rules" in result.stderr
+
+
+def test_numbers_of_a_build_that_would_fill_the_memory(built, tmp_path):
+    out = shutil.copytree(built(TINY), tmp_path / "out")
+    config = json.loads((out / "config.json").read_text())
+    config["quantization"]["model.embed_tokens"] = {"group_size": "x", "bits": 2_000_000_000, "mode": "affine"}
+    (out / "config.json").write_text(json.dumps(config))
+    assert quickly("inspect", out).returncode == 2
+
+
+@pytest.mark.parametrize("where", ["config", "recipe"])
+def test_half_a_surrogate(where, tmp_path):
+    source = write_checkpoint(tmp_path / "source", SMALL_CONFIG, random_weights(SMALL_CONFIG))
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text('name: r\ndescription: "\\ud83d"\nrules: [{match: "*", bits: 4, group_size: 64}]\n')
+    if where == "config":
+        (source / "config.json").write_text(json.dumps(SMALL_CONFIG | {"x": "\ud800"}))
+    options = ["--recipe", recipe] if where == "recipe" else []
+    result = quickly("convert", "--source", source, *options, "--out", tmp_path / "out")
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", ["folder", "license"])
+def test_names_that_are_no_text(kind, tmp_path):
+    source = write_checkpoint(tmp_path / "source", SMALL_CONFIG, random_weights(SMALL_CONFIG))
+    if kind == "folder":
+        source = source.rename(os.fsdecode(os.fsencode(tmp_path) + b"/n\xff"))
+    else:
+        (source / os.fsdecode(b"LICENSE\xff")).write_text("mine")
+    environment = environment_with({"HF_HUB_OFFLINE": "1"})
+    command = [warm.COMMAND, "convert", "--source", str(source), "--out", str(tmp_path / "out")]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 2, result.stderr
+    assert result.stderr.splitlines()[-1].startswith("motif-convert: error: ")
+    assert not (tmp_path / "out").exists()
+
+
+# --- what is published ---
+
+
+def test_a_build_tells_nothing_of_its_maker(tmp_path):
+    """Neither build nor evidence, be it of success or of failure."""
+    home = tmp_path / "home of bobsecret"
+    home.mkdir()
+    names = {"HOME": str(home), "USER": "bobsecret", "LOGNAME": "bobsecret", "TZ": "Asia/Kolkata"}
+    source, out = home / "demo", home / "out"
+    shutil.copytree(DEMO, source)
+    for args in (
+        ["convert", "--source", source, "--out", out, "--recipe", "bf16"],
+        ["verify", out, "--source", source],
+        ["eval", out, "--source", source, "--tokens", 30],
+        ["smoke", out, "--tokens", 2],
+        ["card", out],
+    ):
+        result = motif_convert(*args, cwd=home, env=names)
+        assert result.returncode == 0, result.stderr
+    _says_nothing(out, home)
+    (out / "model.safetensors.index.json").unlink()
+    (out / "model.safetensors.index.json").mkdir()
+    (out / "config.json").unlink()
+    assert motif_convert("verify", out, "--source", source, cwd=home, env=names).returncode == 1
+    _says_nothing(out, home)
+
+
+def _says_nothing(out: Path, home: Path) -> None:
+    secrets = ["bobsecret", str(home), str(home.parent), "Kolkata", "+05:30", "+0530"]
+    secrets += [platform.node()] if len(platform.node()) > 5 else []
+    for path in (p for p in out.iterdir() if p.is_file()):
+        content = path.read_bytes()
+        assert [s for s in secrets if s.encode() in content] == [], path.name
+
+
+# --- streams and readers ---
+
+
+def shell(line: str, **names: object) -> int:
+    """The exit code of a line of bash, in which $M is the command."""
+    environment = environment_with({"HF_HUB_OFFLINE": "1", "M": warm.COMMAND} | {k: str(v) for k, v in names.items()})
+    return subprocess.run(["bash", "-c", line], env=environment, capture_output=True, timeout=60).returncode
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", ">&- 2>&- <&-"])
+def test_closed_streams(closed, tmp_path):
+    assert shell(f'"$M" convert --source "$TINY" --out "$OUT" {closed}', TINY=TINY, OUT=tmp_path / "out") == 0
+    assert (tmp_path / "out" / "config.json").exists()
+
+
+def test_a_reader_that_goes_away_hides_no_failure(built, tmp_path):
+    out = shutil.copytree(built(TINY), tmp_path / "out")
+    data = np.fromfile(out / SHARD, np.uint8)
+    data[-5] ^= 1
+    data.tofile(out / SHARD)
+    line = '"$M" verify "$OUT" --source "$TINY" | true; exit ${PIPESTATUS[0]}'
+    assert shell(line, TINY=TINY, OUT=out) == 1
