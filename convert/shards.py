@@ -77,6 +77,12 @@ class HashedFile:
             self.hash(view[:got])
             count -= got
 
+    def close(self) -> None:
+        """After it no thread writes: its number may soon be another file's."""
+        with self._writing:
+            os.close(self._fd)
+            self._fd = -1
+
     def written(self) -> Written:
         return Written(self.size, self._hash.hexdigest())
 
@@ -118,7 +124,7 @@ def new_file(path: Path, nbytes: int = 0) -> Iterator[HashedFile]:
             with _writing(path):
                 os.fsync(fd)
         finally:
-            os.close(fd)
+            file.close()
         with _writing(path):
             os.replace(partial, path)
             sync_folder(path.parent)

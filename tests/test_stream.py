@@ -570,6 +570,20 @@ def test_no_space(built, tmp_path):
     assert differing(out, built(TINY)) == []
 
 
+def test_a_thread_that_is_late_writes_nowhere(tmp_path):
+    """The run was interrupted, the file is closed, and its number is another file's."""
+    with suppress(KeyboardInterrupt), new_file(tmp_path / "file") as file:
+        file.write(b"begun")
+        raise KeyboardInterrupt
+    assert not (tmp_path / "file").exists()
+    others = [(tmp_path / f"other-{i}").open("w+b") for i in range(9)]
+    with pytest.raises(OutputError):
+        file.write_at(0, b"late")
+    for other in others:
+        with other:
+            assert other.read() == b""
+
+
 def test_error_of_the_caller_is_not_a_failed_write(tmp_path):
     """Such as progress that is printed into a pipe which nobody reads any more."""
     with pytest.raises(BrokenPipeError), new_file(tmp_path / "file"):
