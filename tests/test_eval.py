@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shutil
+import tempfile
 import time
 from pathlib import Path
 
@@ -237,6 +238,17 @@ def test_gates(gate, word, copied):
     assert json.loads((out / "validation.json").read_text())["eval"]["passed"]
 
 
+def killed_at(file: str, args: list, home: dict[str, str]) -> None:
+    """A run that is killed as soon as it has kept a file."""
+    environment = environment_with({"HF_HUB_OFFLINE": "1"} | home)
+    with tempfile.TemporaryFile() as output:
+        process = warm.start(args, environment, None, output, output)
+        while process.poll() is None and not list(Path(home["HF_HOME"]).rglob(file)):
+            time.sleep(0.001)
+        process.kill()
+        process.wait()
+
+
 def test_killed_and_gone_on_with(copied, home, tmp_path):
     """The same numbers, from the last layer that was finished."""
     out = copied(DEMO)
@@ -244,13 +256,7 @@ def test_killed_and_gone_on_with(copied, home, tmp_path):
     undisturbed = motif_convert(*args, env=home)
     assert undisturbed.returncode == 0, undisturbed.stderr
     assert not list((tmp_path / "home").rglob("streams*"))
-    environment = environment_with({"HF_HUB_OFFLINE": "1"} | home)
-    with (tmp_path / "out").open("wb") as stdout, (tmp_path / "err").open("wb") as stderr:
-        process = warm.start(args, environment, None, stdout, stderr)
-        while process.poll() is None and not list((tmp_path / "home").rglob("streams-3.safetensors")):
-            time.sleep(0.001)
-        process.kill()
-        process.wait()
+    killed_at("streams-3.safetensors", args, home)
     again = motif_convert(*args, env=home)
     assert again.returncode == 0, again.stderr
     assert "Going on after layer" in again.stderr
@@ -261,13 +267,7 @@ def test_killed_and_gone_on_with(copied, home, tmp_path):
 def test_a_damaged_state_is_not_gone_on_with(copied, home, tmp_path):
     out = copied(DEMO)
     args = ["eval", out, "--source", DEMO, "--tokens", 200, "--json"]
-    environment = environment_with({"HF_HUB_OFFLINE": "1"} | home)
-    with (tmp_path / "out").open("wb") as stdout, (tmp_path / "err").open("wb") as stderr:
-        process = warm.start(args, environment, None, stdout, stderr)
-        while process.poll() is None and not list((tmp_path / "home").rglob("state.json")):
-            time.sleep(0.001)
-        process.kill()
-        process.wait()
+    killed_at("state.json", args, home)
     for path in (tmp_path / "home").rglob("streams-*"):
         data = bytearray(path.read_bytes())
         data[-1] ^= 1
