@@ -94,6 +94,12 @@ def convert_source(
     except KeyboardInterrupt:
         say(f"Interrupted. Run the same command again (--out {out}) to go on.")
         raise KeyboardInterrupt(SAID) from None
+    except OutputError:
+        if not is_finished(out):
+            raise
+        check_is_build_of(out, job.plan, origin_of(job.source, job.checkpoint))
+        say(f"Complete already, by another run: {out}")
+        return job, out, False
     finally:
         for bar in (progress, downloaded, compared):
             if bar:
