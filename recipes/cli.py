@@ -9,7 +9,7 @@ import click
 
 from .conversion import convert_source, show_plan, verified_before
 from .options import Finite, build_options, card_extra_option, convert_options, given, hub_options
-from .process import be_sturdy
+from .process import INTERRUPTED, be_deaf, be_sturdy
 from .steps import (
     NOT_ON_THE_HUB,
     SAID,
@@ -283,6 +283,7 @@ def main() -> None:
         with cli.make_context("motif-convert", sys.argv[1:]) as context:
             cli.invoke(context)
         sys.stdout.flush()
+        be_deaf()
     except click.exceptions.Exit as e:
         sys.exit(e.exit_code)
     except click.ClickException as e:
@@ -292,7 +293,7 @@ def main() -> None:
         if SAID not in e.args:
             say("Interrupted.")
         sys.stdout.flush()
-        os._exit(130)  # not after what threads still wait for
+        os._exit(INTERRUPTED)  # not after what threads still wait for
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0 if context is None or context.invoked_subcommand in ONLY_SHOWN else 1)

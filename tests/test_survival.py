@@ -7,6 +7,7 @@ import errno
 import os
 import random
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -22,6 +23,8 @@ DEMO = Path(__file__).resolve().parents[1] / "recipes" / "demo-motif3"
 SHARD_BYTES = 350_000  # so that the demo makes several shards
 ENVIRONMENT = environment_with({"HF_HUB_OFFLINE": "1"})
 RUNS = 100
+JOURNAL = ".motif-convert.json"
+SMALL_SHARDS = {"set": {"motif_convert.convert.planner.MAX_SHARD_BYTES": SHARD_BYTES}}
 
 
 def command(out: Path) -> list[object]:
@@ -39,9 +42,6 @@ def begun(out: Path, **trouble: object) -> Iterator[warm.Process]:
         finally:
             process.send_signal(signal.SIGKILL)
             process.wait()
-
-
-SMALL_SHARDS = {"set": {"motif_convert.convert.planner.MAX_SHARD_BYTES": SHARD_BYTES}}
 
 
 def finish(out: Path):
@@ -84,13 +84,20 @@ def moments(seconds) -> Iterator[float]:
     return iter(lambda: chance.random() * seconds * 1.1, None)
 
 
-def looks_unfinished(out: Path) -> bool:
-    """No loader takes the folder for a model."""
-    return not (out / "config.json").exists()
+def is_honest(out: Path, whole: dict[str, bytes]) -> bool:
+    """Whether no loader takes the folder for a model, unless it is the whole one: at the very end all that a stopped
+    run leaves too much is its journal."""
+    return not (out / "config.json").exists() or contents(out) | {JOURNAL: b""} == whole | {JOURNAL: b""}
+
+
+def wait_until_it_speaks(process: warm.Process) -> None:
+    """Until the command itself runs: before that a signal meets an interpreter that is starting."""
+    while not said(process) and process.poll() is None:
+        time.sleep(0.001)
 
 
 def test_killed(whole, moments, tmp_path):
-    """Kill -9, again and again into one folder until the build is done by chance or, after a few, undisturbed."""
+    """Kill -9 at a hundred moments, each followed by the same command, undisturbed."""
     survived = 0
     for number in range(RUNS):
         out = tmp_path / str(number)
@@ -100,16 +107,11 @@ def test_killed(whole, moments, tmp_path):
             code = process.wait()
         assert code in (0, -signal.SIGKILL)
         survived += code == 0
-        assert code == 0 or looks_unfinished(out) or contents(out) == whole | journal(out)
+        assert is_honest(out, whole)
         result = finish(out)
         assert result.returncode == 0, result.stderr
         assert contents(out) == whole, number
     assert survived < RUNS / 2
-
-
-def journal(out: Path) -> dict[str, bytes]:
-    """The one file that a kill between config.json and the end leaves beside all the others."""
-    return {k: v for k, v in contents(out).items() if k == ".motif-convert.json"}
 
 
 def test_killed_over_and_over(whole, moments, tmp_path):
@@ -129,17 +131,18 @@ def test_interrupted(number, whole, moments, tmp_path):
     for run in range(12):
         out = tmp_path / str(run)
         with begun(out) as process:
+            wait_until_it_speaks(process)
             time.sleep(next(moments))
             process.send_signal(number)
-            code = process.wait(10)
+            code = process.wait(20)
             message = said(process)
         assert code in (0, 130), message
         assert "Traceback" not in message
         if code == 130:
             interrupted += 1
             assert "Interrupted." in message
-            assert not out.exists() or looks_unfinished(out)
-            assert not list(out.glob("*.partial")) + list(out.glob(".*.partial"))
+            assert is_honest(out, whole)
+            assert not list(out.glob(".*.partial"))
         assert finish(out).returncode == 0
         assert contents(out) == whole
     assert interrupted
@@ -158,27 +161,48 @@ TROUBLES = {
 }
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="seccomp is Linux's")
-@pytest.mark.parametrize(("call", "error"), TROUBLES.values(), ids=TROUBLES)
-def test_disk_trouble(call, error, whole, moments, tmp_path):
-    met = 0
-    for run in range(6):
-        out = tmp_path / str(run)
-        with begun(out, refuse=[call, error, next(moments) if run else 0]) as process:
-            code = process.wait(20)
-            message = said(process)
-        assert code in (0, 2), message
-        assert "Traceback" not in message
-        if code:
-            met += 1
-            assert message.splitlines()[-1].startswith("motif-convert: error: "), message
-            assert os.strerror(error) in message
-            assert not out.exists() or looks_unfinished(out)
-            assert not list(out.glob(".*.partial")) or call == "rename"
-        result = finish(out)
-        assert result.returncode == 0, result.stderr
-        assert contents(out) == whole
-    assert met
+if sys.platform == "linux":  # trouble.py asks its kernel; test_no_space has what other systems can do
+
+    @pytest.mark.parametrize(("call", "error"), TROUBLES.values(), ids=TROUBLES)
+    def test_disk_trouble(call, error, whole, moments, tmp_path):
+        met = 0
+        for run in range(6):
+            out = tmp_path / str(run)
+            with begun(out, refuse=[call, error, next(moments) if run else 0]) as process:
+                code = process.wait(20)
+                message = said(process)
+            assert code in (0, 2), message
+            assert "Traceback" not in message
+            if code:
+                met += 1
+                assert message.splitlines()[-1].startswith("motif-convert: error: "), message
+                assert os.strerror(error) in message
+                assert is_honest(out, whole)
+                assert not list(out.glob(".*.partial"))
+            result = finish(out)
+            assert result.returncode == 0, result.stderr
+            assert contents(out) == whole
+        assert met
+
+
+def test_an_interruption_that_is_swallowed():
+    """By a callback, of the collector's for instance: the process ends a little later all the same."""
+    script = (
+        "import time\n"
+        "from motif_convert.recipes import process\n"
+        "process.PATIENCE = 1\n"
+        "process.be_sturdy()\n"
+        "while True:\n"
+        "    try:\n"
+        "        print('here', flush=True)\n"
+        "        time.sleep(60)\n"
+        "    except KeyboardInterrupt:\n"
+        "        pass\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 130
 
 
 @pytest.mark.parametrize("lead", [0, 0.1, 0.3, 0.8, 0.95])
@@ -197,10 +221,11 @@ def test_two_runs_together(lead, whole, seconds, tmp_path):
         assert contents(out) == whole
 
 
-def test_a_run_takes_over_from_one_that_died(whole, seconds, tmp_path):
+def test_a_run_takes_over_from_one_that_died(whole, tmp_path):
     out = tmp_path / "out"
     with begun(out) as first:
-        time.sleep(seconds / 2)
+        while not list(out.glob("model-*")):
+            time.sleep(0.001)
         first.send_signal(signal.SIGSTOP)
         assert "another run is writing into it" in finish(out).stderr
         first.send_signal(signal.SIGKILL)
