@@ -2,7 +2,7 @@
 
 import re
 
-from .eval_text import card_section
+from .eval_text import divergence_sentence, model_rows, suspect_lines
 from .show import draft_row, markdown_table, percent, variety
 
 SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~$])")
@@ -26,7 +26,7 @@ def evidence_section(evidence: dict) -> str:
     if heads:
         parts += _heads(heads)
     if measured := evidence.get("eval"):
-        parts += card_section(measured)
+        parts += _divergence(measured)
     if verified or smoked or measured:
         parts.append(
             "![Error by layer and family, acceptance of the drafts, size by family, what eval saw](validation.png)\n\n"
@@ -112,3 +112,14 @@ def _heads(heads: list[dict]) -> list[str]:
             )
         )
     return ["Other precisions of the head, on this body:", markdown_table(rows)]
+
+
+def _divergence(result: dict) -> list[str]:
+    lead = (
+        f"Source and build were run side by side, layer by layer, on the same {result['tokens']:,} tokens (windows of "
+        f"{result['window']}, {result['dtype']}). {divergence_sentence(result)} Intervals are 95 %, by bootstrap; "
+        f"acceptance is the expected one at temperature {result['temperature']:g}, each head on its own body."
+    )
+    lines = [f"- **Suspect**: {plain(line)}." for line in suspect_lines(result)]
+    lines += [f"- **Failed**: {plain(f)}." for f in result["failures"]]
+    return [lead, markdown_table(model_rows(result)), *(["\n".join(lines)] if lines else [])]

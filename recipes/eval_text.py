@@ -1,6 +1,6 @@
-"""What `eval` found, as a page of text and as a section of the model card."""
+"""What `eval` found, as a page of text."""
 
-from .show import markdown_table, percent, text_table
+from .show import percent, text_table
 
 MODELS = (
     ("bits_per_byte", "bits per byte"),
@@ -72,15 +72,3 @@ def evaluation_text(result: dict) -> str:
     lines += [f"SUSPECT: {line}" for line in suspect_lines(result)]
     lines += [f"FAILED: {f}" for f in result["failures"]]
     return "\n".join(lines)
-
-
-def card_section(result: dict) -> list[str]:
-    """Paragraphs of the model card."""
-    lead = (
-        f"Source and build were run side by side, layer by layer, on the same {result['tokens']:,} tokens (windows of "
-        f"{result['window']}, {result['dtype']}). {divergence_sentence(result)} Intervals are 95 %, by bootstrap; "
-        f"acceptance is the expected one at temperature {result['temperature']:g}, each head on its own body."
-    )
-    lines = [f"- **Suspect**: {line}." for line in suspect_lines(result)]
-    lines += [f"- **Failed**: {f}." for f in result["failures"]]
-    return [lead, markdown_table(model_rows(result)), *(["\n".join(lines)] if lines else [])]

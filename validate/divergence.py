@@ -177,17 +177,19 @@ def _slice(columns: dict) -> dict:
 
 
 def _differences(columns: dict, heads: dict) -> dict:
-    """Build less source, each with its 95 % interval."""
+    """Build less source, each with its 95 % interval; null where there are no heads."""
     bits = (columns["build_loss"] - columns["source_loss"]) * columns["rate"] / np.log(2)
     found = {
         "bits_per_byte": bits,
         "kl": columns["kl"],
         "top1_agreement": columns["same"] - 1,
     }
-    if heads:
-        found["forced_agreement"] = heads["build_agree"] - heads["source_agree"]
-        found["expected_acceptance"] = heads["build_shared"] - heads["source_shared"]
-    return {name: {"value": float(x.mean()), "interval": bootstrap(x, np.mean)} for name, x in found.items()}
+    for name, key in (("forced_agreement", "agree"), ("expected_acceptance", "shared")):
+        found[name] = heads[f"build_{key}"] - heads[f"source_{key}"] if heads else None
+    return {
+        name: None if x is None else {"value": float(x.mean()), "interval": bootstrap(x, np.mean)}
+        for name, x in found.items()
+    }
 
 
 def bootstrap(values: np.ndarray, statistic: Callable[[np.ndarray], float]) -> list[float]:

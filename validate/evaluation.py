@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from importlib.util import module_from_spec, spec_from_file_location
@@ -91,28 +92,25 @@ def evaluate(
     Raises:
         SourceError: something can't be read.
     """
-    plan, modules = parameters.plan, parameters.modules
-    source = Side(motif, _args(motif, checkpoint.config), Dense(modules, build=False), DTYPES[dtype])
-    theirs = _module(out / MODEL_FILE)
-    build = Side(theirs, _args(theirs, read_json(out / "config.json")[0]), Dense(modules, build=True), DTYPES[dtype])
+    plan, modules, theirs = parameters.plan, parameters.modules, _module(out / MODEL_FILE)
     kept = own_folder() / "evaluations" / _key(out, origin, checkpoint, plan, corpus, dtype, lens)
-    state = _restored(kept) or State(0, _begun(source, corpus), _begun(build, corpus), [])
-    if state.done:
-        say(f"Going on after layer {state.done - 1}, where an earlier run stopped.")
-    used = _bytes_by_layer((source, build))
-    progress(sum(n for layer, n in used.items() if layer is not None and layer < state.done), "before")
-    for index in range(state.done, source.args.num_hidden_layers):
-        state = _next(state, source, build, corpus, lens)
-        _keep(kept, state)
-        progress(used[index], f"layer {index}")
-    seen = _seen(source, state.source, corpus), _seen(build, state.build, corpus)
-    words = judge(*seen, corpus.targets, corpus.judged, temperature)
-    progress(used[None], "output head")
-    result = report(corpus, *words, state.layers, dtype, temperature)
-    for side in (source, build):
-        side.dense.close()
+    with closing(Dense(modules, build=False)) as true, closing(Dense(modules, build=True)) as mine:
+        source = Side(motif, motif.ModelArgs.from_dict(checkpoint.config), true, DTYPES[dtype])
+        build = Side(theirs, theirs.ModelArgs.from_dict(read_json(out / "config.json")[0]), mine, DTYPES[dtype])
+        state = _restored(kept) or State(0, _begun(source, corpus), _begun(build, corpus), [])
+        used = _bytes_by_layer((source, build))
+        if state.done:
+            say(f"Going on after layer {state.done - 1}, where an earlier run stopped.")
+            progress(sum(used[layer] for layer in range(state.done)), f"layer {state.done - 1}")
+        for index in range(state.done, source.args.num_hidden_layers):
+            state = _next(state, source, build, corpus, lens)
+            _keep(kept, state)
+            progress(used[index], f"layer {index}")
+        seen = _seen(source, state.source, corpus), _seen(build, state.build, corpus)
+        words = judge(*seen, corpus.targets, corpus.judged, temperature)
+        progress(used[None], "output head")
     _forget(kept)
-    return result
+    return report(corpus, *words, state.layers, dtype, temperature)
 
 
 def gated(result: dict, max_kl: float | None, min_top1: float | None) -> dict:
@@ -153,10 +151,6 @@ def parameters_of(out: Path, checkpoint: Checkpoint) -> Parameters:
         raise SourceError(listing(f"{out}: can't be evaluated; `motif-convert verify` says more", problems))
     tensors = {name: info for shard in shards.values() for name, info in shard.items()}
     return Parameters(plan, modules_of(plan, tensors, out, checkpoint))
-
-
-def _args(module, config: dict):
-    return module.ModelArgs.from_dict(config)
 
 
 def _module(path: Path):

@@ -26,6 +26,7 @@ ROW = {
 RATES = {"drafted": COUNT, "accepted": COUNT, "acceptance": Maybe(NUMBER)}
 MEASURED = RATES | {"acceptance": NUMBER, "interval": (NUMBER, NUMBER), "tokens_per_step": NUMBER}
 FORCED = {"positions": COUNT, "agreement": NUMBER, "expected_acceptance": NUMBER}
+SHIFT = {"value": NUMBER, "interval": (NUMBER, NUMBER)}
 WORDS = {"bits_per_byte": NUMBER, "perplexity": NUMBER}
 WORDS |= {"forced_agreement": Maybe(NUMBER), "expected_acceptance": Maybe(NUMBER)}
 SPEED = dict.fromkeys(("plain_tokens_per_second", "drafting_tokens_per_second", "speed_up", "at_best"), NUMBER)
@@ -65,8 +66,10 @@ SHAPES = {
         "build": WORDS,
         "kl": {"mean": NUMBER, "median": NUMBER, "p99": NUMBER},
         "top1_agreement": NUMBER,
+        "differences": {"bits_per_byte": SHIFT, "kl": SHIFT, "forced_agreement": Maybe(SHIFT)}
+        | {"expected_acceptance": Maybe(SHIFT)},
         "layers": [{"layer": COUNT, "kind": TEXT, "error": NUMBER, "local": NUMBER, "local_p99": NUMBER}],
-        "suspects": [{"layer": COUNT, "what": TEXT}],
+        "suspects": [{"layer": COUNT, "what": TEXT, "error": NUMBER, "best": NUMBER}],
     },
     "heads": [
         {
