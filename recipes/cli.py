@@ -8,7 +8,16 @@ from pathlib import Path
 import click
 
 from .conversion import convert_source, show_plan, verified_before
-from .options import Finite, build_options, card_extra_option, convert_options, given, hub_options
+from .options import (
+    Finite,
+    Group,
+    build_options,
+    card_extra_option,
+    convert_options,
+    given,
+    hub_options,
+    source_of_build_options,
+)
 from .process import INTERRUPTED, be_deaf, be_sturdy
 from .steps import (
     NOT_ON_THE_HUB,
@@ -17,6 +26,7 @@ from .steps import (
     fetch,
     generate_text,
     mtp_of,
+    open_source_of,
     recipe_of,
     record_verification,
     rewrite_card,
@@ -30,11 +40,6 @@ from .steps import (
 )
 
 ONLY_SHOWN = ("plan", "inspect")  # nothing is lost if nobody reads what they print
-
-
-class Group(click.Group):
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self.commands)  # in the order of the pipeline
 
 
 @click.group(cls=Group, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
@@ -141,8 +146,7 @@ def inspect(folder, as_json):
 
 @cli.command()
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
-@click.option("--source", metavar="REPO|DIR|demo", help="What DIR was made from.  [default: what it names]")
-@click.option("--revision", help="Branch, tag or commit of a Hub --source.")
+@source_of_build_options
 @click.option("--stream", is_flag=True, help="Keep a Hub source's shards only as long as they are needed.")
 @click.option("--sample", type=Finite(0, 1, min_open=True), help="Fraction to compare, for a quick look.")
 @click.option("--workers", type=click.IntRange(1), help="Processes.  [default: one a processor]")
@@ -150,13 +154,9 @@ def inspect(folder, as_json):
 @click.pass_context
 def verify(ctx, folder, source, revision, stream, sample, workers, as_json):
     """Check every group of a build against its source; record it in validation.json."""
-    from .pipeline import open_source, source_of
-
-    if revision and not source:
-        raise click.UsageError("--revision goes with --source")
     if stream and sample is not None:
         raise click.UsageError("--stream fetches every shard; it does not go with --sample")
-    origin, checkpoint = open_source(*((source, revision) if source else source_of(folder)))
+    origin, checkpoint = open_source_of(folder, source, revision)
     if stream:
         if not origin.files:
             raise click.UsageError(NOT_ON_THE_HUB)
@@ -205,8 +205,7 @@ def smoke(ctx, folder, as_json, **options):
 
 @cli.command("eval")
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
-@click.option("--source", metavar="REPO|DIR|demo", help="What DIR was made from.  [default: what it names]")
-@click.option("--revision", help="Branch, tag or commit of a Hub --source.")
+@source_of_build_options
 @click.option("--text", type=click.Path(path_type=Path), help="Text, or .jsonl lines: text, optional name.")
 @click.option("--tokens", type=click.IntRange(2), help="Tokens at most.  [default: all of the text]")
 @click.option("--window", type=click.IntRange(2), default=512, show_default=True, help="Tokens of one context.")
@@ -224,16 +223,12 @@ def smoke(ctx, folder, as_json, **options):
 def evaluate(ctx, folder, source, revision, as_json, **options):
     """Compare what a build says with its source, layer by layer, in little memory; record it in validation.json."""
     from .eval_text import evaluation_text
-    from .pipeline import open_source, source_of
 
-    if revision and not source:
-        raise click.UsageError("--revision goes with --source")
-    origin, checkpoint = open_source(*((source, revision) if source else source_of(folder)))
+    origin, checkpoint = open_source_of(folder, source, revision)
     fetch(origin, checkpoint)
     result = evaluate_build(folder, origin, checkpoint, **options)
     click.echo(json.dumps(result, indent=1) if as_json else evaluation_text(result))
-    if not result["passed"]:
-        ctx.exit(1)
+    ctx.exit(0 if result["passed"] else 1)
 
 
 @cli.command()

@@ -1,4 +1,4 @@
-"""The options that several commands share, and the types of their values."""
+"""The options that several commands share, the types of their values, and the order of the commands."""
 
 import math
 from collections.abc import Callable
@@ -8,6 +8,11 @@ import click
 
 BITS = ("4.5", "8")
 MTP = ("fp16", "bf16", "8", "4.5", "drop")
+
+
+class Group(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)  # in the order of the pipeline
 
 
 class Finite(click.FloatRange):
@@ -102,6 +107,13 @@ def convert_options(command: Callable) -> Callable:
     ):
         command = option(command)
     return command
+
+
+def source_of_build_options(command: Callable) -> Callable:
+    """What a build was made from, where it does not say so itself."""
+    source = click.option("--source", metavar="REPO|DIR|demo", help="What DIR was made from.  [default: what it names]")
+    revision = click.option("--revision", help="Branch, tag or commit of a Hub --source.")
+    return source(revision(command))
 
 
 def hub_options(command: Callable) -> Callable:

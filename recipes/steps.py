@@ -48,6 +48,15 @@ def renew_card(out: Path, quiet: bool = False) -> None:
         say(f"{CARD} was changed by hand and is left as it is; `motif-convert card {out}` writes it anew.")
 
 
+def open_source_of(folder: Path, source: str | None, revision: str | None):
+    """Finds and opens what a build was made from: as given, or as the build names it."""
+    from .pipeline import open_source, source_of
+
+    if revision and not source:
+        raise click.UsageError("--revision goes with --source")
+    return open_source(*((source, revision) if source else source_of(folder)))
+
+
 def fetch(source, checkpoint) -> None:
     """Brings what a Hub source lacks here."""
     from .pipeline import fetch_shards
