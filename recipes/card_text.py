@@ -27,7 +27,9 @@ def evidence_section(evidence: dict) -> str:
         parts += _heads(heads)
     if measured := evidence.get("eval"):
         parts += _divergence(measured)
-    if verified or smoked or measured:
+    if second := evidence.get("eval_torch"):
+        parts.append(_second_route(second))
+    if verified or smoked or measured or second:
         parts.append(
             "![Error by layer and family, acceptance of the drafts, size by family, what eval saw](validation.png)\n\n"
             "[validation.json](validation.json) has all of it."
@@ -123,3 +125,18 @@ def _divergence(result: dict) -> list[str]:
     lines = [f"- **Suspect**: {plain(line)}." for line in suspect_lines(result)]
     lines += [f"- **Failed**: {plain(f)}." for f in result["failures"]]
     return [lead, markdown_table(model_rows(result)), *(["\n".join(lines)] if lines else [])]
+
+
+def _second_route(result: dict) -> str:
+    other, tokens = result["other_engine"], f"{result['tokens']:,}"
+    found = [f"**Failed**: {plain(f)}." for f in result["failures"]]
+    found += [f"**Layer {s['layer']} is computed otherwise.**" for s in other["suspects"]]
+    return " ".join(
+        (
+            "The forward pass was written a second time, in plain PyTorch, from the description of the model. On "
+            f"{tokens} tokens with the source's weights, this build's `motif.py` and that one differ by a mean KL of "
+            f"{other['kl']['mean']:.1e} nats a token (99 % below {other['kl']['p99']:.1e}) and make the same first "
+            f"choice in {percent(other['top1_agreement'])}.",
+            *found,
+        )
+    )

@@ -14,6 +14,7 @@ from .options import (
     build_options,
     card_extra_option,
     convert_options,
+    eval_options,
     given,
     hub_options,
     source_of_build_options,
@@ -206,18 +207,7 @@ def smoke(ctx, folder, as_json, **options):
 @cli.command("eval")
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
 @source_of_build_options
-@click.option("--text", type=click.Path(path_type=Path), help="Text, or .jsonl lines: text, optional name.")
-@click.option("--tokens", type=click.IntRange(2), help="Tokens at most.  [default: all of the text]")
-@click.option("--window", type=click.IntRange(2), default=512, show_default=True, help="Tokens of one context.")
-@click.option(
-    "--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True, help="To compute in."
-)
-@click.option(
-    "--temperature", type=Finite(0, min_open=True), default=0.8, show_default=True, help="Of the expected acceptance."
-)
-@click.option("--lens", is_flag=True, help="Look through the output head after every layer.")
-@click.option("--max-kl", type=Finite(0), help="Fail above this mean divergence, in nats.")
-@click.option("--min-top1", type=Finite(0, 1), help="Fail below this share of equal first choices.")
+@eval_options
 @click.option("--json", "as_json", is_flag=True, help="The result as JSON.")
 @click.pass_context
 def evaluate(ctx, folder, source, revision, as_json, **options):

@@ -30,6 +30,21 @@ def divergence_sentence(result: dict) -> str:
     )
 
 
+def engines_lines(result: dict) -> list[str]:
+    """What two engines make of the source, where there were two."""
+    if (other := result.get("other_engine")) is None:
+        return []
+    kl = other["kl"]
+    lines = [
+        "PyTorch against mlx, which runs the build's motif.py on the source's weights: KL mean "
+        f"{kl['mean']:.1e}, 99 % below {kl['p99']:.1e} nats; same first choice {percent(other['top1_agreement'])}."
+    ]
+    return lines + [
+        f"SUSPECT: layer {s['layer']} of motif.py is not what PyTorch computes: local error {s['error']:.2e}"
+        for s in other["suspects"]
+    ]
+
+
 def suspect_lines(result: dict) -> list[str]:
     return [
         f"layer {s['layer']} is further from the source's than others of its kind: local error ({s['what']}) "
@@ -59,6 +74,7 @@ def evaluation_text(result: dict) -> str:
         divergence_sentence(result),
         f"Single tokens, each its own context: KL {single['kl']:.5f}, same first choice "
         f"{percent(single['top1_agreement'])}.",
+        *engines_lines(result),
         "",
         text_table(slices),
         "",
@@ -66,8 +82,8 @@ def evaluation_text(result: dict) -> str:
         "Error: of the streams behind a layer, each model on its own way. Local error: what the build's layer makes of "
         "the source's streams, against what the source's layer changes in them.",
         *["Lens: nats a token if the output head stood behind that layer."] * lens,
-        f"{result['tokens']:,} tokens, windows of {result['window']}, {result['dtype']}, temperature "
-        f"{result['temperature']:g}.",
+        f"{result['tokens']:,} tokens, windows of {result['window']}, {result['dtype']} in {result['engine']}, "
+        f"temperature {result['temperature']:g}.",
     ]
     lines += [f"SUSPECT: {line}" for line in suspect_lines(result)]
     lines += [f"FAILED: {f}" for f in result["failures"]]

@@ -109,6 +109,45 @@ def convert_options(command: Callable) -> Callable:
     return command
 
 
+def eval_options(command: Callable) -> Callable:
+    """What two models are compared on, how, and what is asked of the result."""
+    for option in reversed(
+        (
+            click.option("--text", type=click.Path(path_type=Path), help="Text, or .jsonl lines: text, optional name."),
+            click.option("--tokens", type=click.IntRange(2), help="Tokens at most.  [default: all of the text]"),
+            click.option(
+                "--window", type=click.IntRange(2), default=512, show_default=True, help="Tokens of one context."
+            ),
+            click.option(
+                "--engine",
+                type=click.Choice(["mlx", "torch"]),
+                default="mlx",
+                show_default=True,
+                help="torch: a second opinion from plain PyTorch, on few tokens.",
+            ),
+            click.option(
+                "--dtype",
+                type=click.Choice(["float32", "bfloat16"]),
+                default="float32",
+                show_default=True,
+                help="To compute in.",
+            ),
+            click.option(
+                "--temperature",
+                type=Finite(0, min_open=True),
+                default=0.8,
+                show_default=True,
+                help="Of the expected acceptance.",
+            ),
+            click.option("--lens", is_flag=True, help="Look through the output head after every layer."),
+            click.option("--max-kl", type=Finite(0), help="Fail above this mean divergence, in nats."),
+            click.option("--min-top1", type=Finite(0, 1), help="Fail below this share of equal first choices."),
+        )
+    ):
+        command = option(command)
+    return command
+
+
 def source_of_build_options(command: Callable) -> Callable:
     """What a build was made from, where it does not say so itself."""
     source = click.option("--source", metavar="REPO|DIR|demo", help="What DIR was made from.  [default: what it names]")

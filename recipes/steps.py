@@ -6,6 +6,7 @@ from pathlib import Path
 import click
 
 SAID = "said"  # of an interruption
+MOST_TORCH = 1024  # tokens; it is the slow engine
 NOT_ON_THE_HUB = "--stream is for a source on the Hub; this one is on this machine already"
 
 
@@ -160,6 +161,12 @@ def evaluate_build(
     **options,
 ) -> dict:
     """Compares a build's words with its source's, and records it."""
+    if options["engine"] == "torch":
+        if options["dtype"] != "float32":
+            raise click.UsageError("--engine torch computes in float32; it does not go with --dtype")
+        tokens = MOST_TORCH // 2 if tokens is None else tokens
+        if tokens > MOST_TORCH:
+            raise click.UsageError(f"--engine torch is a second opinion on {MOST_TORCH} tokens at most; give --tokens")
     from ..validate.corpus import make_corpus, read_texts
     from ..validate.evaluation import evaluate, gated, memory_needed, parameters_of
     from ..validate.evidence import record
@@ -175,9 +182,10 @@ def evaluate_build(
     corpus = make_corpus(read_texts(text), encode, vocabulary, window, tokens)
     say(
         f"{corpus.count:,} tokens in {sum(map(len, corpus.batches)):,} windows; about "
-        f"{human_bytes(memory_needed(checkpoint, corpus, options['dtype']))} of memory."
+        f"{human_bytes(memory_needed(checkpoint, corpus, options['dtype'], options['engine']))} of memory."
     )
-    total = checkpoint_bytes(checkpoint) + sum(p.stat().st_size for p in folder.glob("*.safetensors"))
+    sources = 2 if options["engine"] == "torch" else 1
+    total = sources * checkpoint_bytes(checkpoint) + sum(p.stat().st_size for p in folder.glob("*.safetensors"))
     progress = Progress(total, "eval")
     try:
         result = evaluate(folder, origin, checkpoint, parameters, corpus, say=say, progress=progress, **options)
@@ -187,7 +195,7 @@ def evaluate_build(
     finally:
         progress.close()
     result = gated(result, max_kl, min_top1)
-    record(folder, "eval", result)
+    record(folder, "eval_torch" if options["engine"] == "torch" else "eval", result)
     renew_card(folder)
     return result
 

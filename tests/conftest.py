@@ -1,5 +1,6 @@
 """What tests share: reference data, checkpoints of any size, and the installed command."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -179,3 +180,30 @@ def built(tmp_path_factory):
 def real_config() -> dict:
     """config.json of the real Motif-3: the tiny one's keys, the published sizes."""
     return json.loads((REFERENCE / "tiny-motif3" / "config.json").read_text()) | REAL_SIZES
+
+
+@pytest.fixture(scope="session")
+def tiny(built):
+    """mlx-lm's model of the tiny checkpoint's bf16 build, in float32."""
+    from motif_goldens import load
+
+    return load(built(REFERENCE / "tiny-motif3", "--recipe", "bf16"))
+
+
+@pytest.fixture(scope="session")
+def demo(built):
+    """The same of the demo checkpoint."""
+    from motif_goldens import load
+
+    return load(built(REFERENCE / "demo-motif3", "--recipe", "bf16"))
+
+
+@pytest.fixture(scope="session")
+def architecture(built):
+    """The module that a repository carries, for its functions."""
+    spec = importlib.util.spec_from_file_location(
+        "carried", built(REFERENCE / "tiny-motif3", "--recipe", "bf16") / "motif.py"
+    )
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -20,6 +20,7 @@ from motif_convert.validate.divergence import Layer, bootstrap, suspects
 TINY, NVFP4, DEMO = REFERENCE / "tiny-motif3", REFERENCE / "tiny-motif3-nvfp4", REFERENCE / "demo-motif3"
 HELDOUT = REFERENCE / "demo-heldout.txt"
 FACTS = json.loads((REFERENCE / "demo-goldens.json").read_text())
+AGREEMENT = next(v for k, v in FACTS.items() if k.startswith("heldout_teacher_forced_draft_agreement"))
 SHARD = "model-00001-of-00001.safetensors"
 
 
@@ -103,13 +104,15 @@ def test_layer_by_layer_as_loaded_whole(source, recipe, built, copied, tmp_path)
 
 
 def test_the_demo_against_itself(copied):
-    """Bits per byte are the reference's of these windows of the held-out text."""
-    found = compared(copied(DEMO, "--recipe", "bf16"), DEMO, "--text", HELDOUT, "--tokens", 2 * 512)
-    assert found["windows"] == 2
+    """What it says of the held-out text are the reference's numbers."""
+    found = compared(copied(DEMO, "--recipe", "bf16"), DEMO, "--text", HELDOUT)
+    assert (found["windows"], found["tokens"]) == (32, 32 * 512)
     assert found["kl"] == {"mean": 0, "median": 0, "p99": 0}
     assert found["top1_agreement"] == 1
     for side in ("source", "build"):
-        assert found[side]["bits_per_byte"] == pytest.approx(np.mean(FACTS["heldout_bpb_per_window"][:2]), abs=1e-3)
+        assert found[side]["bits_per_byte"] == pytest.approx(FACTS["heldout_bpb"], abs=1e-3)
+        assert found[side]["forced_agreement"] == pytest.approx(AGREEMENT, abs=2e-3)
+        assert found[side]["expected_acceptance"] == pytest.approx(0.862, abs=2e-3)
     assert found["suspects"] == []
     assert all(x["error"] == x["local"] == 0 for x in found["layers"])
 

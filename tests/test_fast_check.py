@@ -25,7 +25,19 @@ every_layout = pytest.mark.parametrize(("bits", "size"), [(b, s) for b in BITS f
 def module(bits: int, size: int, width: int, source_dtype: str = "BF16") -> Comparison:
     stored = tuple(Part("", d, Path(), 0, 1) for d in ("U32", "BF16", "BF16"))
     return Comparison(
-        "", None, Quantized("affine", bits, size), source_dtype, stored, (), 1, 1, width, 1, 0, source_dtype == "NVFP4"
+        family="",
+        layer=None,
+        precision=Quantized("affine", bits, size),
+        source_dtype=source_dtype,
+        stored=stored,
+        sources=(),
+        shape=(1, width),
+        matrices=1,
+        rows=1,
+        width=width,
+        source_rows=1,
+        first_row=0,
+        stacked=source_dtype == "NVFP4",
     )
 
 

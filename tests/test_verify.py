@@ -1042,7 +1042,7 @@ def test_the_bound_holds_and_is_tight(bits, dtype):
     exact = (raw.astype(np.uint32) << 16).view("f4") if dtype == "BF16" else raw.astype("f4")
     stored = tuple(Part("", d, Path(), 0, 1) for d in ("U32", dtype, dtype))
     how = Quantized("affine", bits, 64)
-    module = Comparison("", None, how, dtype, stored, (), 1, 64, 256, 64, 0, False)
+    module = Comparison("", None, how, dtype, stored, (), (64, 256), 1, 64, 256, 64, 0, False)
     made = affine_quantize(raw, bits, 64, dtype)
     unsigned = {"BF16": "<u2", "F16": "<u2", "F32": "<u4"}[dtype]
     found = [made[0], *(a.view(unsigned) for a in made[1:])]

@@ -38,10 +38,11 @@ def load() -> None:
     import huggingface_hub  # noqa: F401
     import matplotlib.figure  # noqa: F401
     import numpy as np
-    import transformers.utils  # noqa: F401
+    import torch  # noqa: F401
     from motif_convert.quantize.kernels import affine_quantize
     from motif_convert.quantize.precision import Quantized
     from motif_convert.recipes import cli, pipeline, show, upload  # noqa: F401
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
 
     for bits in (4, 8):
         affine_quantize(np.zeros((1, 64), np.uint16), "BF16", Quantized("affine", bits, 64))

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from .rounding import widen
 
 PIECE = 1 << 20  # weights that a thread decodes at a time
 MOST_AHEAD = 4  # experts that are read before they are needed
+EXPERTS = tuple(f"switch_mlp.{projection}." for projection in ("gate_proj", "up_proj", "down_proj"))
 
 
 def modules_of(plan: Plan, tensors: dict[str, TensorInfo], out, checkpoint: Checkpoint) -> dict[str, Comparison]:
@@ -42,6 +43,8 @@ class Dense:
     def __init__(self, modules: dict[str, Comparison], build: bool):
         self.modules, self.build = modules, build
         self._pool = ThreadPoolExecutor(min(processors(), MOST_AHEAD), thread_name_prefix="weights")
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="ahead")
+        self._ahead: dict[str, Future[np.ndarray]] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self.modules
@@ -86,9 +89,16 @@ class Dense:
         return whole
 
     def whole(self, name: str) -> np.ndarray:
-        """All rows of a parameter: float32 [rows, K]."""
+        """A parameter, float32 in its own shape."""
         m = self.modules[name]
-        return self.some(name, 0, m.matrices * m.rows)
+        ahead = self._ahead.pop(name, None)
+        return (ahead.result() if ahead else self.some(name, 0, m.matrices * m.rows)).reshape(m.shape)
+
+    def read_ahead(self, layer: int) -> None:
+        """Has a thread read all of a layer but its routed experts; `whole` then finds it."""
+        for name, m in self.modules.items():
+            if m.layer == layer and not any(e in name for e in EXPERTS):
+                self._ahead[name] = self._reader.submit(self.rows, name, 0, m.matrices * m.rows)
 
     def experts(self, names: tuple[str, ...], chosen: Iterable[int]) -> Iterator[tuple[int, list[np.ndarray]]]:
         """The matrices of some experts, one expert at a time, each of these stacks: read and decoded ahead."""
@@ -106,4 +116,5 @@ class Dense:
             yield pending.popleft().result()
 
     def close(self) -> None:
+        self._reader.shutdown(cancel_futures=True)
         self._pool.shutdown(cancel_futures=True)

@@ -87,22 +87,30 @@ def _rerouted(source: list[np.ndarray], build: list[np.ndarray]) -> float:
     return float(1 - same.mean())
 
 
-def suspects(layers: list[Layer]) -> list[dict]:
-    """Layers that do more to the same streams than others of their kind, in order, each with what it does."""
+def suspects(layers: list[Layer], same_weights: bool = False) -> list[dict]:
+    """Layers that do more to the same streams than others of their kind, in order, each with what it does; of the same
+    weights, layers that do more than float32 may."""
     found = []
     for layer in layers:
         kin = [k for k in layers if k.kind == layer.kind]
         for key, name in (("local", "median"), ("local_p99", "99th percentile")):
             value = getattr(layer, key)
             best = min(getattr(k, key) for k in kin)
-            if value > max(SUSPECT * best, NEGLIGIBLE):
+            if value > max(0 if same_weights else SUSPECT * best, NEGLIGIBLE):
                 found.append({"layer": layer.layer, "what": name, "error": value, "best": best})
                 break
     return found
 
 
 def report(
-    corpus: Corpus, source: Words, build: Words, kl: np.ndarray, layers: list[Layer], dtype: str, temperature: float
+    corpus: Corpus,
+    source: Words,
+    build: Words,
+    kl: np.ndarray,
+    layers: list[Layer],
+    dtype: str,
+    temperature: float,
+    same_weights: bool = False,
 ) -> dict:
     """All numbers as JSON; see the head of this file."""
     scored = corpus.targets >= 0
@@ -124,7 +132,7 @@ def report(
             "build_shared": build.shared,
         }
     single = corpus.slices == ""
-    result = {
+    return {
         "format": FORMAT,
         "tokens": int(sum(b.size for b in corpus.batches[:-1])),
         "windows": int(sum(len(b) for b in corpus.batches[:-1])),
@@ -147,9 +155,8 @@ def report(
             "top1_agreement": float((source.first == build.first)[single].mean()),
         },
         "layers": [asdict(layer) for layer in layers],
-        "suspects": suspects(layers),
+        "suspects": suspects(layers, same_weights),
     }
-    return result
 
 
 def _bits_per_byte(loss: np.ndarray, rate: np.ndarray) -> float:

@@ -1,10 +1,11 @@
 """The evidence that goes into a build: validation.json and validation.png.
 
-`validation.json`, format 1: `plan_hash` of the build it speaks of, `verify` (see `Verification.as_dict`), `smoke`
-(see `smoke.smoke`), `heads` (see `heads.compare_heads`), `eval` (see `divergence.report`), each null until it was
-measured, `passed`, true when what was measured passed and the contents were verified whole, and `forced`, null, or why
-it had not passed when the build was published all the same. Whatever is measured later takes `forced` away, since it
-speaks of the evidence beside it; that the build was once published so stays in the description of that commit.
+`validation.json`, format 1: `plan_hash` of the build it speaks of; `verify` (see `Verification.as_dict`), `smoke`
+(see `smoke.smoke`), `heads` (see `heads.compare_heads`), `eval` and `eval_torch` (see `divergence.report`), each null
+until it was measured; `passed`, true when what was measured passed and the contents were verified whole; and `forced`,
+null, or why it had not passed when the build was published all the same. Whatever is measured later takes `forced`
+away, since it speaks of the evidence beside it; that the build was once published so stays in the description of that
+commit.
 """
 
 from pathlib import Path
@@ -19,7 +20,7 @@ from .shape import SHAPES, fits
 
 EVIDENCE, PICTURE = "validation.json", "validation.png"
 FORMAT = 1
-PARTS = ("verify", "smoke", "heads", "eval")
+PARTS = ("verify", "smoke", "heads", "eval", "eval_torch")
 
 
 def record(out: Path, part: str, result: object) -> dict:
@@ -73,8 +74,9 @@ def what_lacks(evidence: dict) -> list[str]:
         lines.append(f"verify failed: {', '.join(found)}")
     elif verified["sampled"] != 1:
         lines.append(f"verify not run in full: {100 * verified['sampled']:.1f} % of the weights compared")
-    if (measured := evidence.get("eval")) is not None and not measured["passed"]:
-        lines.append(f"eval failed: {'; '.join(measured['failures']) or 'it does not say why'}")
+    for key, name in (("eval", "eval"), ("eval_torch", "eval --engine torch")):
+        if (measured := evidence.get(key)) is not None and not measured["passed"]:
+            lines.append(f"{name} failed: {'; '.join(measured['failures']) or 'it does not say why'}")
     if smoked is not None and not smoked["passed"]:
         lines.append(f"smoke failed: {'; '.join(smoked['failures']) or 'it does not say why'}")
     return lines

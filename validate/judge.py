@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from .layerwise import Side, product
+from .layerwise import product
+from .side import Side
 
 BLOCK = 4096  # rows of the output head at a time
 
@@ -85,7 +86,7 @@ def judge(
     Returns:
         The source's words, the build's, and KL(source || build) in nats, float64 [N].
     """
-    seen, vocabulary = (source, build), source.side.args.vocab_size
+    seen, vocabulary = (source, build), source.side.vocabulary
     bodies = [Softmax(len(s.body), temperature) for s in seen]
     heads = [Softmax(len(s.head), temperature) if s.head is not None else None for s in seen]
     target, following = mx.array(targets), [mx.zeros((len(targets),)) for _ in seen]
@@ -112,7 +113,7 @@ def judge(
             if heads[i]:
                 p, q = bodies[i].warm_p(logits)[place], heads[i].warm_p(_logits(s.head, rows))
                 shared[i] = shared[i] + mx.minimum(p, q).sum(axis=-1)
-        divergence = divergence + (mx.exp(logs[0]) * (logs[0] - logs[1])).sum(axis=-1)
+        divergence = divergence + kl_terms(*logs).sum(axis=-1)
         mx.eval(divergence, [x for x in shared if x is not None])
 
     words = []
@@ -124,7 +125,17 @@ def judge(
             found.agree = np.array(head.first) == found.first[judged]
             found.shared = np.array(shared[i]).astype(np.float64)
         words.append(found)
-    return words[0], words[1], np.maximum(np.array(divergence).astype(np.float64), 0)
+    return words[0], words[1], np.array(divergence).astype(np.float64)
+
+
+def kl_terms(log_p: mx.array, log_q: mx.array) -> mx.array:
+    """Terms p ln(p / q) + q - p of a KL divergence, whose second half sums to nothing.
+
+    Each is at least 0, and of the second order in ln q - ln p, so that rounding of the normalizers does not show where
+    p and q are nearly the same: the terms p ln(p / q) alone leave some 1e-7.
+    """
+    p, q, d = mx.exp(log_p), mx.exp(log_q), log_q - log_p
+    return mx.where(mx.abs(d) < 1, p * (mx.expm1(mx.clip(d, -1, 1)) - d), q - p - p * d)
 
 
 def _rows(side: Side, start: int, vocabulary: int) -> np.ndarray:

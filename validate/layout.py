@@ -37,7 +37,8 @@ class Comparison:
     Args:
         stored, sources: their tensors; of quantized modules `.weight` first, of NVFP4 stacks the codes.
         source_dtype: "NVFP4" for experts in that layout.
-        matrices: how many the tensor is a stack of, each of `rows` rows of `width` numbers.
+        shape: of the parameter.
+        matrices: how many it is a stack of, each of `rows` rows of `width` numbers.
         source_rows: rows of a matrix of the source, of which this module is those from `first_row` on.
         stacked: whether the matrices are experts.
         layer: of the body; None outside it.
@@ -49,6 +50,7 @@ class Comparison:
     source_dtype: str
     stored: tuple[Part, ...]
     sources: tuple[Part, ...]
+    shape: tuple[int, ...]
     matrices: int
     rows: int
     width: int
@@ -135,6 +137,7 @@ def comparison(module: Module, found: dict[str, TensorInfo], out: Path, checkpoi
         source_dtype="NVFP4" if nvfp4 else checkpoint.tensors[source].dtype,
         stored=tuple(as_part(found[t.name], out, rows) for t in module.stored),
         sources=tuple(as_part(checkpoint.tensors[n], checkpoint.shard_folder, source_rows) for n in names),
+        shape=tuple(module.shape),
         matrices=matrices,
         rows=rows,
         width=width,

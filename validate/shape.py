@@ -30,6 +30,21 @@ SHIFT = {"value": NUMBER, "interval": (NUMBER, NUMBER)}
 WORDS = {"bits_per_byte": NUMBER, "perplexity": NUMBER}
 WORDS |= {"forced_agreement": Maybe(NUMBER), "expected_acceptance": Maybe(NUMBER)}
 SPEED = dict.fromkeys(("plain_tokens_per_second", "drafting_tokens_per_second", "speed_up", "at_best"), NUMBER)
+SUSPECTS = [{"layer": COUNT, "what": TEXT, "error": NUMBER, "best": NUMBER}]
+DIVERGENCE = {"kl": {"mean": NUMBER, "median": NUMBER, "p99": NUMBER}, "top1_agreement": NUMBER, "suspects": SUSPECTS}
+EVAL = DIVERGENCE | {
+    "passed": FLAG,
+    "failures": [TEXT],
+    "tokens": COUNT,
+    "window": COUNT,
+    "dtype": TEXT,
+    "temperature": NUMBER,
+    "source": WORDS,
+    "build": WORDS,
+    "differences": {"bits_per_byte": SHIFT, "kl": SHIFT, "forced_agreement": Maybe(SHIFT)}
+    | {"expected_acceptance": Maybe(SHIFT)},
+    "layers": [{"layer": COUNT, "kind": TEXT, "error": NUMBER, "local": NUMBER, "local_p99": NUMBER}],
+}
 SHAPES = {
     "verify": {
         "passed": FLAG,
@@ -55,22 +70,8 @@ SHAPES = {
         "speed": SPEED,
         "prompts": [{"name": TEXT, "greedy": RATES, "sampled": RATES}],
     },
-    "eval": {
-        "passed": FLAG,
-        "failures": [TEXT],
-        "tokens": COUNT,
-        "window": COUNT,
-        "dtype": TEXT,
-        "temperature": NUMBER,
-        "source": WORDS,
-        "build": WORDS,
-        "kl": {"mean": NUMBER, "median": NUMBER, "p99": NUMBER},
-        "top1_agreement": NUMBER,
-        "differences": {"bits_per_byte": SHIFT, "kl": SHIFT, "forced_agreement": Maybe(SHIFT)}
-        | {"expected_acceptance": Maybe(SHIFT)},
-        "layers": [{"layer": COUNT, "kind": TEXT, "error": NUMBER, "local": NUMBER, "local_p99": NUMBER}],
-        "suspects": [{"layer": COUNT, "what": TEXT, "error": NUMBER, "best": NUMBER}],
-    },
+    "eval": EVAL,
+    "eval_torch": EVAL | {"other_engine": DIVERGENCE},
     "heads": [
         {
             "policy": TEXT,
