@@ -13,7 +13,7 @@ BITS = {"4.5": "4.5bit", "8": "8bit"}  # what --bits chooses
 KEPT_DTYPES = {"source": None, "float": UNPACKED, "bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 RULE_KEYS = {"match", "mode", "bits", "group_size", "dtype", "optional"}
 RECIPE_KEYS = {"name", "description", "mtp", "min_acceptance", "rules"}
-MAX_RECIPE_BYTES = 1 << 20
+MAX_RECIPE_BYTES = 1 << 18
 MAX_RULES = 1000  # and patterns of a rule
 
 

@@ -206,10 +206,10 @@ def test_a_card_that_takes_for_ever(card, tmp_path):
 
 def test_many_rules(tmp_path):
     recipe = tmp_path / "many.yaml"
-    recipe.write_text("name: r\nrules:\n" + "- {match: a, dtype: source}\n" * 26_000)
+    recipe.write_text("name: r\nrules:\n" + "- {match: a, dtype: source}\n" * 6_000)
     result = quickly("plan", "--source", TINY, "--recipe", recipe)
     assert result.returncode == 2
-    assert "26000 rules" in result.stderr
+    assert "6000 rules" in result.stderr
 
 
 def test_numbers_of_a_build_that_would_fill_the_memory(built, tmp_path):

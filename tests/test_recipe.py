@@ -280,8 +280,8 @@ def test_binary_file(tmp_path):
 
 
 def test_large_file(tmp_path):
-    (tmp_path / "r.yaml").write_bytes(RIGHT.encode() + b"#" * (1 << 20))
-    assert "larger than a recipe can be (1048576 bytes)" in wrong_file(tmp_path / "r.yaml")
+    (tmp_path / "r.yaml").write_bytes(RIGHT.encode() + b"#" * (1 << 18))
+    assert "larger than a recipe can be (262144 bytes)" in wrong_file(tmp_path / "r.yaml")
 
 
 def test_endless_file():
