@@ -2,17 +2,18 @@
 
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from ..quantize.errors import OutputError, SourceError
+from ..quantize.errors import CheckError, OutputError, SourceError
 from .checkpoint import read_json
 from .plan import Plan
 from .shards import Written, as_json, write_file
 
 JOURNAL = ".motif-convert.json"
+OF_A_RANK = ".motif-convert.rank-{}.json"  # of ranks other than the first
 
 
 @dataclass
@@ -37,6 +38,32 @@ class Journal:
     requantized: dict[str, list[float]] = field(default_factory=dict)
     finishing: bool = False
 
+    @property
+    def done(self) -> dict:
+        """What `add` takes: JSON."""
+        return {"shards": {name: w.as_dict() for name, w in self.shards.items()}, "requantized": self.requantized}
+
+    def add(self, done: dict, only: Collection[str] | None = None) -> None:
+        """Takes over what another rank has done, or of that some shards.
+
+        Raises:
+            CheckError: a shard that both have is not the same.
+        """
+        every = {name: Written(**w) for name, w in done["shards"].items()}
+        if differs := [name for name, w in every.items() if self.shards.get(name, w) != w]:
+            raise CheckError(
+                f"{differs[0]}: two ranks have made other bytes of the same source; verify on each of them"
+            )
+        self.shards |= every if only is None else {name: w for name, w in every.items() if name in only}
+        self.requantized |= done["requantized"]
+
+    def take_in(self, journals: list[Path]) -> None:
+        """Writes down what other ranks' journals held, which then go."""
+        if journals:
+            self.save()
+        for path in journals:
+            path.unlink(missing_ok=True)
+
     def save(self) -> None:
         state = asdict(self)
         del state["path"]
@@ -57,9 +84,10 @@ class Journal:
             self.remove()
 
 
-def fresh_journal(out: Path, plan: Plan, version: str, source: dict) -> Journal:
-    """The journal of a run that has done nothing yet, not written."""
-    return Journal(out / JOURNAL, plan.plan_hash, version, plan.recipe.name, plan.mtp, plan.allow_nonfinite, source)
+def fresh_journal(out: Path, plan: Plan, version: str, source: dict, rank: int = 0) -> Journal:
+    """The journal of a run, or of a rank of it, that has done nothing yet, not written."""
+    path = out / (OF_A_RANK.format(rank) if rank else JOURNAL)
+    return Journal(path, plan.plan_hash, version, plan.recipe.name, plan.mtp, plan.allow_nonfinite, source)
 
 
 def open_journal(out: Path, plan: Plan, version: str, source: dict) -> Journal:
@@ -75,22 +103,31 @@ def open_journal(out: Path, plan: Plan, version: str, source: dict) -> Journal:
         check_unused(out)
         fresh.save()
         return fresh
+    left = sorted(out.glob(OF_A_RANK.format("*")))
+    for path in (fresh.path, *left):
+        _take_up(fresh, path, plan)
+    fresh.take_in(left)
+    return fresh
+
+
+def _take_up(fresh: Journal, path: Path, plan: Plan) -> None:
+    """Adds what an interrupted run, or a rank of it, has written down."""
     try:
-        state, _ = read_json(fresh.path)
+        state, _ = read_json(path)
         differs = other_run(state, vars(fresh))
         if not differs:
-            fresh.shards = {name: _finished(state["shards"][name]) for name in plan.shards if name in state["shards"]}
+            fresh.shards |= {name: _finished(state["shards"][name]) for name in plan.shards if name in state["shards"]}
             paths = {m.path for m in plan.modules}
             measured = {k: v for k, v in state["requantized"].items() if k.rpartition(" expert ")[0] in paths}
-            fresh.requantized = {k: [float(error), float(power)] for k, (error, power) in measured.items()}
-            fresh.finishing = state["finishing"] is True
+            fresh.requantized |= {k: [float(error), float(power)] for k, (error, power) in measured.items()}
+            fresh.finishing |= state["finishing"] is True
     except (SourceError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
-        raise OutputError(f"{fresh.path}: not readable as the state of a run; choose another --out") from None
+        raise OutputError(f"{path}: not readable as the state of a run; choose another --out") from None
     if differs:
         raise OutputError(
-            f"{out}: holds an interrupted run with {differs}; finish or delete that one, or choose another --out"
+            f"{path.parent}: holds an interrupted run with {differs}; finish or delete that one, or choose another "
+            "--out"
         )
-    return fresh
 
 
 def _finished(entry: dict) -> Written:
@@ -123,10 +160,10 @@ def other_run(theirs: dict, mine: dict) -> str:
 
 
 @contextmanager
-def sole_run(out: Path, wait: bool = False) -> Iterator[None]:
+def sole_run(out: Path, wait: bool = False) -> Iterator[int]:
     """Makes the folder, and keeps other runs out of it until the block ends or the process dies.
 
-    Folders that it made and that an error leaves empty are removed again.
+    Folders that it made and that an error leaves empty are removed again. Yields what `share_run` takes.
 
     Args:
         wait: for another run to end, where there is one.
@@ -147,12 +184,39 @@ def sole_run(out: Path, wait: bool = False) -> Iterator[None]:
     except OSError:
         pass  # a file system without locks
     try:
-        yield
+        yield fd
     except BaseException:
         with suppress(OSError):
             for folder in made:
                 folder.rmdir()
         raise
+    finally:
+        os.close(fd)
+
+
+def share_run(lock: int) -> None:
+    """Lets other ranks of the run into the folder, and still keeps other runs out."""
+    with suppress(OSError):  # a file system without locks
+        fcntl.flock(lock, fcntl.LOCK_SH)
+
+
+@contextmanager
+def part_of_run(out: Path) -> Iterator[None]:
+    """Another rank's stay in the folder that rank 0 has opened with `share_run`.
+
+    Raises:
+        OutputError: the folder is not here: it is not on storage that all ranks share.
+    """
+    try:
+        fd = os.open(out, os.O_RDONLY)
+    except OSError as e:
+        raise OutputError(
+            f"{out}: rank 0 has made it, but here it can't be opened: {e.strerror}; --out must lie on storage that all "
+            "ranks share"
+        ) from None
+    try:
+        share_run(fd)
+        yield
     finally:
         os.close(fd)
 

@@ -11,10 +11,22 @@ from .checkpoint import INDEX, Checkpoint, read_json, read_whole
 from .config import MODEL_FILE, built_config, own_model_file
 from .fingerprint import fingerprint
 from .hub import Source
-from .journal import JOURNAL, check_unused, fresh_journal, open_journal, other_run, sole_run
+from .journal import (
+    JOURNAL,
+    OF_A_RANK,
+    check_unused,
+    fresh_journal,
+    open_journal,
+    other_run,
+    part_of_run,
+    share_run,
+    sole_run,
+)
 from .losses import Losses, cast_modules, check_casts, requantization, requantization_errors
 from .nvfp4 import check_expert_scales
+from .parts import part_of
 from .plan import Plan
+from .ranks import ALONE, Ranks
 from .shards import Written, as_json, index_json, write_file
 from .stream import Inspection, write_shards
 from .supply import AtHand, Downloads
@@ -42,10 +54,12 @@ def write_repo(
     supply: AtHand | Downloads | None = None,
     inspection: Inspection | None = None,
     recheck: Callable[[str], None] | None = None,
+    ranks: Ranks = ALONE,
 ) -> dict:
     """Converts `checkpoint` into the MLX repository `out`, or goes on with an interrupted run.
 
-    config.json is written last: without it no loader takes the folder for a model.
+    config.json is written last: without it no loader takes the folder for a model. Several ranks, of which each calls
+    this, write a part of the shards each; rank 0 writes all else, or, if each has its own folder, each of them does.
 
     Args:
         card: makes the model card of motif-convert.json, which has all but `files` then.
@@ -54,6 +68,7 @@ def write_repo(
         workers: threads that read and quantize; None for `default_threads`.
         supply: brings the source's shards; None where they are at hand.
         inspection, recheck: see `write_shards`.
+        ranks: this process among those that share the work.
     Returns:
         motif-convert.json.
     Raises:
@@ -63,22 +78,31 @@ def write_repo(
     """
     if checkpoint.folder.resolve() in out.resolve().parents:
         raise OutputError(f"{out}: lies in the folder of the source; choose another --out")
-    supply = supply or AtHand()
+    supply, mine = supply or AtHand(), part_of(plan, ranks)
+    if not ranks.first and not ranks.local:
+        return _write_part(plan, checkpoint, source, out, mine, progress, workers, supply, recheck, ranks)
     if isinstance(supply, AtHand):  # else every output's scales before it is written
         check_expert_scales(checkpoint, sorted({m.source for m in plan.modules if m.source_dtype == "NVFP4"}))
     check_unused(out)
     origin = origin_of(source, checkpoint)
-    with sole_run(out):
+    with sole_run(out) as lock:
         journal = open_journal(out, plan, version("motif-convert"), origin)
         try:
             supply.have(frozenset(checkpoint.tensors[s].shard for m in cast_modules(plan) for s in m.sources))
             casts = check_casts(plan, checkpoint)
             copied = {p.name: read_whole(p) for p in _to_copy(checkpoint.folder)}
-            write_shards(plan, checkpoint, journal, progress, workers, supply, inspection, recheck)
+            if ranks.several and not ranks.local:
+                share_run(lock)
+                ranks.told(journal.done)
+            write_shards(plan, checkpoint, journal, progress, workers, supply, inspection, recheck, mine)
         except SourceError:
             journal.discard()
             raise
         supply.close()
+        for done in ranks.gather(journal.done):
+            journal.add(done)
+        if not ranks.local:
+            journal.take_in([out / OF_A_RANK.format(rank) for rank in range(1, ranks.size)])
         losses = Losses(casts, requantization(plan, journal.requantized))
         made = _provenance(plan, origin, losses) | {"card": card_facts}
         contents = copied | {
@@ -99,7 +123,31 @@ def write_repo(
         journal.remove()
         for name in made["files"]:  # of a run that was killed while it made one of them anew
             (out / f".{name}.partial").unlink(missing_ok=True)
-    return made
+    return ranks.told(made)
+
+
+def _write_part(
+    plan: Plan,
+    checkpoint: Checkpoint,
+    source: Source,
+    out: Path,
+    mine: list[str],
+    progress: Callable[[int, str], None],
+    workers: int | None,
+    supply: AtHand | Downloads,
+    recheck: Callable[[str], None] | None,
+    ranks: Ranks,
+) -> dict:
+    """What a rank other than the first does of `write_repo`."""
+    origin = origin_of(source, checkpoint)
+    before = ranks.told()
+    with part_of_run(out):
+        journal = fresh_journal(out, plan, version("motif-convert"), origin, ranks.rank)
+        journal.add(before, mine)
+        write_shards(plan, checkpoint, journal, progress, workers, supply, None, recheck, mine)
+        supply.close()
+        ranks.gather(journal.done)
+    return ranks.told()
 
 
 def _check_no_strangers(out: Path, names: list[str]) -> None:

@@ -4,7 +4,7 @@ Threads read and quantize runs of rows ahead of the one that writes. Memory is b
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from itertools import accumulate
 from typing import Protocol
 
@@ -43,6 +43,7 @@ def write_shards(
     supply: AtHand | Downloads | None = None,
     inspection: Inspection | None = None,
     recheck: Callable[[str], None] | None = None,
+    only: Collection[str] | None = None,
 ) -> None:
     """Writes every shard of the plan that the journal lacks.
 
@@ -53,12 +54,14 @@ def write_shards(
         inspection: of each shard, before what it is made of may go.
         recheck: called with each shard that an earlier run has finished and that is not any more what was written; it
             is written again. None: size and journal are trusted.
+        only: the shards that are this rank's to write; None for all.
     Raises:
         SourceError, OutputError. CheckError: by the inspection; that shard will be written again.
     """
-    supply, needs, shards = supply or AtHand(), shard_needs(plan, checkpoint), plan.shards
-    written = set()
-    for name, modules in shards.items():
+    supply, written = supply or AtHand(), set()
+    needs = {n: s for n, s in shard_needs(plan, checkpoint).items() if only is None or n in only}
+    for name in list(needs):
+        modules = plan.shards[name]
         done, path = journal.shards.get(name), journal.path.parent / name
         there = done and path.is_file() and path.stat().st_size == done.size
         if there and recheck and sha256_of(path) != done.sha256:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import click
 
+from ..convert.ranks import launched
+from .checks import record_verification, verify_build, verify_streamed, verify_with
 from .conversion import convert_source, show_plan, verified_before
 from .options import (
     Finite,
@@ -17,6 +19,7 @@ from .options import (
     eval_options,
     given,
     hub_options,
+    local_option,
     source_of_build_options,
 )
 from .process import INTERRUPTED, be_deaf, be_sturdy
@@ -26,20 +29,20 @@ from .steps import (
     evaluate_build,
     fetch,
     generate_text,
+    join_ranks,
     mtp_of,
     open_source_of,
     recipe_of,
-    record_verification,
     rewrite_card,
     say,
+    say_error,
     show_evidence,
     smoke_build,
     target_of_build,
     upload_build,
-    verify_build,
-    verify_streamed,
 )
 
+SHARED = ("convert", "verify", "smoke", "eval")  # what several ranks do together
 ONLY_SHOWN = ("plan", "inspect")  # nothing is lost if nobody reads what they print
 
 
@@ -59,6 +62,8 @@ def cli(ctx, prompt, max_tokens, no_verify, upload, private, create_pr, **build)
     Without a command: plan, convert, a short generation with the result, verify, smoke, and a table that says
     whether to ship.
     """
+    if launched() and ctx.invoked_subcommand not in SHARED:
+        raise click.UsageError(f"mlx.launch is for {', '.join(SHARED)}; run this as one process")
     if ctx.invoked_subcommand:
         misplaced = [p for p in ctx.params if ctx.get_parameter_source(p) is click.core.ParameterSource.COMMANDLINE]
         if misplaced:
@@ -128,9 +133,10 @@ def plan(source, revision, stream, bits, recipe, mtp, keep_mtp_fp16, experts, as
 @cli.command()
 @build_options
 @convert_options
-def convert(**build):
+@local_option
+def convert(local, **build):
     """Write the MLX repository, or go on with an interrupted run."""
-    convert_source(**build)
+    convert_source(**build, ranks=join_ranks(local))
 
 
 @cli.command()
@@ -149,27 +155,34 @@ def inspect(folder, as_json):
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
 @source_of_build_options
 @click.option("--stream", is_flag=True, help="Keep a Hub source's shards only as long as they are needed.")
+@local_option
 @click.option("--sample", type=Finite(0, 1, min_open=True), help="Fraction to compare, for a quick look.")
 @click.option("--workers", type=click.IntRange(1), help="Processes.  [default: one a processor]")
 @click.option("--json", "as_json", is_flag=True, help="The findings as JSON.")
 @click.pass_context
-def verify(ctx, folder, source, revision, stream, sample, workers, as_json):
+def verify(ctx, folder, source, revision, stream, local, sample, workers, as_json):
     """Check every group of a build against its source; record it in validation.json."""
     if stream and sample is not None:
         raise click.UsageError("--stream fetches every shard; it does not go with --sample")
+    ranks = join_ranks(local)
+    if ranks.several and sample is not None:
+        raise click.UsageError("--sample is a quick look, by one process")
     origin, checkpoint = open_source_of(folder, source, revision)
-    if stream:
-        if not origin.files:
-            raise click.UsageError(NOT_ON_THE_HUB)
+    if stream and not origin.files:
+        raise click.UsageError(NOT_ON_THE_HUB)
+    if ranks.several:
+        found, job = verify_with(ranks, folder, origin, checkpoint, workers, stream, quiet=as_json)
+    elif stream:
         found, job = verify_streamed(folder, origin, checkpoint, workers, quiet=as_json)
     else:
         fetch(origin, checkpoint)
         job = None
         found = verify_build(folder, checkpoint, sample, workers, quiet=as_json)
-    if as_json:
+    if found and as_json:
         click.echo(json.dumps(found.as_dict(), indent=1))
-    record_verification(folder, found.as_dict(), found.passed, job)
-    if not found.passed:
+    if found:
+        record_verification(folder, found.as_dict(), found.passed, job)
+    if not ranks.told(found and found.passed):
         ctx.exit(1)
 
 
@@ -214,11 +227,13 @@ def evaluate(ctx, folder, source, revision, as_json, **options):
     """Compare what a build says with its source, layer by layer, in little memory; record it in validation.json."""
     from .eval_text import evaluation_text
 
+    ranks = join_ranks()
     origin, checkpoint = open_source_of(folder, source, revision)
     fetch(origin, checkpoint)
-    result = evaluate_build(folder, origin, checkpoint, **options)
-    click.echo(json.dumps(result, indent=1) if as_json else evaluation_text(result))
-    ctx.exit(0 if result["passed"] else 1)
+    result = evaluate_build(folder, origin, checkpoint, ranks=ranks, **options)
+    if result:
+        click.echo(json.dumps(result, indent=1) if as_json else evaluation_text(result))
+    ctx.exit(0 if ranks.told(result and result["passed"]) else 1)
 
 
 @cli.command()
@@ -283,8 +298,8 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0 if context is None or context.invoked_subcommand in ONLY_SHOWN else 1)
     except MotifConvertError as e:
-        say(f"motif-convert: error: {e}")
+        say_error(e)
         sys.exit(1 if isinstance(e, CheckError) else 2)
     except OSError as e:
-        say(f"motif-convert: error: {e.filename or ''}: {e.strerror or e}".replace(": :", ":"))
+        say_error(f"{e.filename or ''}: {e.strerror or e}".replace(": :", ":").removeprefix(": "))
         sys.exit(2)

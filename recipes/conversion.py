@@ -1,11 +1,12 @@
 """The conversion as a step: begun, gone on with, complete, or made again. What is heavy is imported where used."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import click
 
-from .steps import NOT_ON_THE_HUB, SAID, mtp_of, recipe_of, renew_card, rewrite_card, say, say_kept
+from ..convert.ranks import ALONE, Ranks, check_agreed
+from .steps import NOT_ON_THE_HUB, SAID, mtp_of, recipe_of, renew_card, rewrite_card, say, say_kept, versions
 
 
 def convert_source(
@@ -23,13 +24,17 @@ def convert_source(
     recheck: bool,
     card_extra: Path | None,
     compare: bool = False,
+    ranks: Ranks = ALONE,
 ):
     """Converts, or finds that this is done; with `compare`, each shard is compared with the source on the way.
+
+    Of several ranks each calls it, and converts a part.
 
     Returns:
         The job, the folder, and whether the build is new.
     """
     from ..convert.journal import check_unused, finished_shards
+    from ..convert.parts import part_of
     from ..convert.repo import CARD, begun_at, check_is_build_of, is_finished, open_again, origin_of
     from ..convert.stream import left_to_mlx
     from ..quantize.errors import OutputError
@@ -54,21 +59,27 @@ def convert_source(
     job = pipeline.prepare(source, recipe, mtp, experts, revision, allow_nonfinite)
     if stream and not job.source.files:
         raise click.UsageError(NOT_ON_THE_HUB)
-    if finished:
+    agree(ranks, job, finished)
+    wrong = []
+    if finished and (ranks.first or ranks.local):
         renew_card(out, quiet=True)
         origin = origin_of(job.source, job.checkpoint)
-        wrong = [n for n in damaged_files(out) if n != CARD] if recheck else []
-        check_is_build_of(out, job.plan, origin, wrong)
+        elsewhere = job.plan.shards.keys() - part_of(job.plan, ranks) if ranks.local else set()
+        wrong = [n for n in damaged_files(out, elsewhere) if n != CARD] if recheck else []
+        check_is_build_of(out, job.plan, origin, [*wrong, *elsewhere])
         if wrong:
             say_kept(card.put_aside(out))
             say(f"Complete, but not what was written any more, and made again: {', '.join(wrong)}.")
             with job.checkpoint as checkpoint:
                 open_again(out, job.plan, checkpoint, origin, wrong)
-    if finished and not wrong:
+    if not any(ranks.gather(bool(wrong) or not finished)):
         say(f"Complete already: {out}")
-        if extra:
+        if extra and (ranks.first or ranks.local):
             rewrite_card(out, extra)
         return job, out, False
+    if finished and ranks.local and not wrong:  # here, but not on another rank
+        with job.checkpoint as checkpoint:
+            open_again(out, job.plan, checkpoint, origin, [])
     show_plan(job, out, stream, say)
     if (begun := finished_shards(out)) is not None:
         say(f"Going on with an interrupted run: {begun} of {len(job.plan.shards)} shards are finished.")
@@ -78,7 +89,8 @@ def convert_source(
     download = download_of(job, out, stream)
     downloaded = Progress(download.nbytes, "download") if download else None
     compared = Progress(job.source_bytes, "verify") if compare else None
-    progress = Progress(job.source_bytes, "convert")
+    mine = [m for name in part_of(job.plan, ranks) for m in job.plan.shards[name]]
+    progress = Progress(sum(m.source_nbytes for m in mine), "convert")
     try:
         made = pipeline.convert(
             job,
@@ -90,6 +102,7 @@ def convert_source(
             (lambda count: compared(count, "verify")) if compared else None,
             extra,
             (lambda name: say(f"{name} is not what was written any more: it is written again.")) if recheck else None,
+            ranks,
         )
     except KeyboardInterrupt:
         say(f"Interrupted. Run the same command again (--out {out}) to go on.")
@@ -109,6 +122,19 @@ def convert_source(
         say(experts_sentence(made))
     say(f"Written: {out}")
     return job, out, True
+
+
+def agree(ranks: Ranks, job, finished: bool) -> None:
+    """Refuses ranks that would not make the same build."""
+    from ..convert.repo import origin_of
+
+    if ranks.several:
+        facts = versions() | {"recipe": job.plan.recipe.name}
+        facts |= {"MTP policy": job.plan.mtp, "source": origin_of(job.source, job.checkpoint)["fingerprint"]}
+        facts |= {"plan": job.plan.plan_hash}
+        if not ranks.local:
+            facts["state of --out"] = "finished" if finished else "not finished"
+        check_agreed(ranks, facts)
 
 
 def show_plan(job, out: Path, stream: bool, say: Callable[[str], None]) -> None:
@@ -146,13 +172,13 @@ def verified_before(folder: Path) -> bool:
     return same
 
 
-def damaged_files(folder: Path) -> list[str]:
-    """The files of a build that are missing, or not what motif-convert.json says: all are read."""
+def damaged_files(folder: Path, elsewhere: Collection[str] = ()) -> list[str]:
+    """The files of a build that are missing, or not what motif-convert.json says: all are read but those elsewhere."""
     from ..validate.contents import digest
     from ..validate.provenance import read_provenance
     from .progress import Progress
 
-    files, wrong = read_provenance(folder).files, []
+    files, wrong = {n: f for n, f in read_provenance(folder).files.items() if n not in elsewhere}, []
     progress = Progress(sum(f.size for f in files.values()), "check")
     try:
         for name, file in files.items():

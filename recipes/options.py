@@ -47,6 +47,11 @@ card_extra_option = click.option(
 )
 
 
+local_option = click.option(
+    "--local", is_flag=True, help="Under mlx.launch: each rank keeps, on its own disk, the shards of its own layers."
+)
+
+
 def build_options(command: Callable) -> Callable:
     """The options that decide a build."""
     for option in reversed(

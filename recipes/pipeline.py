@@ -4,22 +4,25 @@ import hashlib
 import shutil
 from collections.abc import Callable, Iterable
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from importlib.resources import as_file, files
 from pathlib import Path
 
 from ..convert.checkpoint import Checkpoint, open_checkpoint, read_json
+from ..convert.headers import TensorInfo, read_header
 from ..convert.hub import Source, own_folder
 from ..convert.journal import sole_run
+from ..convert.parts import part_of
 from ..convert.plan import Plan
 from ..convert.planner import make_plan
+from ..convert.ranks import ALONE, Ranks
 from ..convert.repo import PROVENANCE, origin_of, write_repo
 from ..convert.sources import find_source, shard_reader, source_name
 from ..convert.supply import AtHand, Downloads, shard_needs
-from ..quantize.errors import RecipeError, SourceError
-from ..quantize.policy import MTP_POLICIES, Recipe
-from ..validate.comparisons import Comparisons
+from ..quantize.errors import SourceError
+from ..quantize.policy import Recipe
+from ..validate.comparisons import Compared, Comparisons
 from ..validate.provenance import check_is_build, read_provenance
 from ..validate.verification import Verification
 from ..validate.verify import verify_repo, what_it_should_be
@@ -143,6 +146,7 @@ def convert(
     compared: Callable[[int], None] | None = None,
     extra: str | None = None,
     recheck: Callable[[str], None] | None = None,
+    ranks: Ranks = ALONE,
 ) -> dict:
     """Writes the MLX repository; see `write_repo`.
 
@@ -153,8 +157,9 @@ def convert(
             is written; see `verify_streamed`, which then needs no download. None: not now.
         extra: a user's own text for the card.
         recheck: see `write_shards`.
+        ranks: see `write_repo`.
     """
-    into = out / STREAMED if stream else None
+    into = streamed_into(out, ranks) if stream else None
     name = _build_name(job.source.name, job.plan.recipe, job.plan.mtp)
     supply = Downloads(job.source, downloaded, into) if job.source.files else AtHand()
     with job.checkpoint as checkpoint, closing(supply):
@@ -172,10 +177,16 @@ def convert(
             supply,
             inspection,
             recheck,
+            ranks,
         )
         if not stream:  # what an interrupted run with it has left
-            shutil.rmtree(out / STREAMED, ignore_errors=True)
+            shutil.rmtree(streamed_into(out, ranks), ignore_errors=True)
         return made
+
+
+def streamed_into(out: Path, ranks: Ranks) -> Path:
+    """Where source shards lie for a while: each rank has its own."""
+    return out / (STREAMED if ranks.first else f"{STREAMED}-{ranks.rank}")
 
 
 def job_of_build(folder: Path, source: Source, checkpoint: Checkpoint) -> Job | None:
@@ -220,57 +231,53 @@ def verify_streamed(
     return verify_repo(folder, checkpoint, workers=workers, compared=compared)
 
 
-def smoke(
+def verify_together(
     folder: Path,
-    minimum: float | None,
-    say: Callable[[str], None],
-    tokens: int = 64,
-    drafts: int = 1,
-    temperature: float = 0.8,
-    prompts: Path | None = None,
-    text: Path | None = None,
-    dtype: str | None = None,
-    seed: int = 0,
-    compare_mtp: str | None = None,
-    source: str | None = None,
-) -> dict:
-    """Decodes with a build on this machine's default device and records what that shows.
+    job: Job,
+    ranks: Ranks,
+    stream: bool,
+    workers: int | None,
+    progress: Callable[[int], None],
+    downloaded: Callable[[int, str], None],
+) -> Verification | None:
+    """Checks a build as `verify_repo` does, each rank a part of the shards; rank 0 has the result.
 
     Args:
-        minimum: acceptance to fail below; None for the recipe's.
-        compare_mtp: MTP policies, separated by commas, to compare on the build's body.
-    Returns:
-        The build's evidence.
+        job: as `job_of_build` has it.
+        stream: hold a Hub source's shards only as long as they are needed.
+        progress: called with bytes of source that this rank has compared since the last call.
+        downloaded: called with bytes that arrived from the Hub, and a shard's name once it is whole.
+    Raises:
+        SourceError, OutputError. MotifConvertError: a rank is gone.
     """
-    from ..validate.evidence import record
-    from ..validate.smoke import load_build, read_prompts, read_text
-    from ..validate.smoke import smoke as run
-
-    check_is_build(folder)
-    recipe = read_provenance(folder).recipe
-    minimum = recipe.min_acceptance if minimum is None else minimum
-    asked, corpus = read_prompts(prompts), read_text(text)
-    policies = _policies(compare_mtp)
-    checkpoint = None
-    if policies:
-        found, checkpoint = open_source(*((source, None) if source else source_of(folder)))
-        head = {t.shard for t in checkpoint.tensors.values() if ".mtp_layers." in t.name}
-        fetch_shards(found, head, lambda count, name: say(f"{name}: downloaded") if name else None)
-    build = load_build(folder, dtype)
-    result = run(build, asked, corpus, tokens, drafts, temperature, minimum, seed, say)
-    evidence = record(folder, "smoke", result)
-    if policies:
-        from ..validate.heads import compare_heads
-
-        plans = {policy: make_plan(checkpoint, recipe, policy) for policy in policies}
-        rows = compare_heads(build, plans, checkpoint, asked, corpus, tokens, drafts, temperature, say)
-        evidence = record(folder, "heads", rows)
-    return evidence
+    mine = set(part_of(job.plan, ranks))
+    into = streamed_into(folder, ranks) if stream else None
+    supply = Downloads(job.source, downloaded, into) if job.source.files else AtHand()
+    with job.checkpoint as checkpoint, closing(supply):
+        checkpoint.shard_folder = into or checkpoint.folder
+        compared = Comparisons(folder, job.plan, checkpoint, None, workers, progress)
+        for name in supply.begin({n: s for n, s in shard_needs(job.plan, checkpoint).items() if n in mine}):
+            supply.need(name)
+            compared.compare(name)
+            supply.release(name)
+        tensors = {name: _tensors(folder / name) for name in compared.of} if ranks.local else {}
+        elsewhere: dict[str, list[TensorInfo]] = {}
+        found = {name: one.as_dict() for name, one in compared.of.items()}
+        for theirs, headers in ranks.gather([found, tensors]):
+            compared.of |= {name: Compared.of(one) for name, one in theirs.items()}
+            elsewhere |= {name: [_tensor(t) for t in every] for name, every in headers.items() if name not in mine}
+        if ranks.first:
+            return verify_repo(folder, checkpoint, workers=workers, compared=compared, fresh=True, elsewhere=elsewhere)
+        return None
 
 
-def _policies(listed: str | None) -> list[str]:
-    known = [p for p in MTP_POLICIES if p != "drop"]
-    policies = [] if listed is None else [p.strip() for p in listed.split(",")]
-    if wrong := [p for p in policies if p not in known]:
-        raise RecipeError(f"--compare-mtp: {wrong[0]!r} is not one of {', '.join(known)}")
-    return list(dict.fromkeys(policies))
+def _tensors(shard: Path) -> list[dict]:
+    """Its header as JSON; nothing where it can't be read, which its comparison says."""
+    try:
+        return [asdict(t) for t in read_header(shard)]
+    except SourceError:
+        return []
+
+
+def _tensor(told: dict) -> TensorInfo:
+    return TensorInfo(**told | {"shape": tuple(told["shape"])})

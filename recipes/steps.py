@@ -1,9 +1,15 @@
 """The steps that commands are made of, each with its progress and its words. What is heavy is imported where used."""
 
+import importlib.metadata
 import json
+import os
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import click
+
+from ..convert.ranks import Ranks, check_agreed, join, name_of_rank
 
 SAID = "said"  # of an interruption
 MOST_TORCH = 1024  # tokens; it is the slow engine
@@ -72,75 +78,9 @@ def fetch(source, checkpoint) -> None:
             progress.close()
 
 
-def verify_build(folder: Path, checkpoint, sample: float | None, workers: int | None, quiet: bool = False):
-    from ..validate.verify import verify_repo
-    from .progress import Progress
-    from .show import verification_text
-
-    renew_card(folder, quiet=True)
-    progress = Progress(checkpoint_bytes(checkpoint), "verify")
-    try:
-        found = verify_repo(folder, checkpoint, sample, workers, lambda n: progress(n, "verify"))
-    finally:
-        progress.close()
-    if not quiet:
-        click.echo(verification_text(found))
-    return found
-
-
-def verify_streamed(folder: Path, source, checkpoint, workers: int | None, quiet: bool = False):
-    """The same, while the source's shards come and go; returns the job too, None if the build's can't be told."""
-    from ..validate.verify import verify_repo
-    from . import pipeline
-    from .disk import check_space_to_verify
-    from .progress import Progress
-    from .show import verification_text
-
-    renew_card(folder, quiet=True)
-    job = pipeline.job_of_build(folder, source, checkpoint)
-    if job is None:
-        found = verify_repo(folder, checkpoint)  # says why, and compares nothing
-    else:
-        check_space_to_verify(job, folder)
-        shards = {t.shard for t in checkpoint.tensors.values()}
-        downloaded = Progress(sum(source.files[s].size for s in shards), "download")
-        progress = Progress(job.source_bytes, "verify")
-        try:
-            found = pipeline.verify_streamed(folder, job, workers, lambda n: progress(n, "verify"), downloaded)
-        except KeyboardInterrupt:
-            say("Interrupted. Run the same command again to go on.")
-            raise KeyboardInterrupt(SAID) from None
-        finally:
-            progress.close()
-            downloaded.close()
-    if not quiet:
-        click.echo(verification_text(found))
-    return found, job
-
-
-def record_verification(folder: Path, result: dict, passed: bool, job=None) -> dict | None:
-    """Puts a verification into the build's evidence; where that fails, a failed check still counts for more."""
-    from ..quantize.errors import MotifConvertError
-    from ..validate.evidence import record
-
-    try:
-        evidence = record(folder, "verify", result)
-        renew_card(folder)
-        if passed and job:
-            job.forget()
-        if evidence["verify"] != result:
-            say("validation.json keeps the whole verification of before; this one does not renew it.")
-        return evidence
-    except MotifConvertError as e:
-        if passed:
-            raise
-        say(f"Not recorded: {e}")
-        return None
-
-
 def smoke_build(folder: Path, minimum: float | None, quiet: bool = False, **options) -> dict:
-    from .pipeline import smoke as run
     from .show import smoke_text
+    from .smoking import smoke as run
 
     evidence = run(folder, minimum, say, **options)
     renew_card(folder)
@@ -158,10 +98,13 @@ def evaluate_build(
     window: int,
     max_kl: float | None,
     min_top1: float | None,
+    ranks: Ranks,
     **options,
-) -> dict:
-    """Compares a build's words with its source's, and records it."""
+) -> dict | None:
+    """Compares a build's words with its source's, and records it; of several ranks the first does."""
     if options["engine"] == "torch":
+        if ranks.several:
+            raise click.UsageError("--engine torch is for one process")
         if options["dtype"] != "float32":
             raise click.UsageError("--engine torch computes in float32; it does not go with --dtype")
         tokens = MOST_TORCH // 2 if tokens is None else tokens
@@ -175,6 +118,7 @@ def evaluate_build(
     from .show import human_bytes
 
     parameters = parameters_of(folder, checkpoint)
+    check_agreed(ranks, versions() | {"plan of this build": parameters.plan.plan_hash})
     encode, vocabulary = encoder(folder), checkpoint.config["vocab_size"]
     if encode is None:
         say("The source has no tokenizer: the bytes of the text stand for tokens.")
@@ -188,12 +132,16 @@ def evaluate_build(
     total = sources * checkpoint_bytes(checkpoint) + sum(p.stat().st_size for p in folder.glob("*.safetensors"))
     progress = Progress(total, "eval")
     try:
-        result = evaluate(folder, origin, checkpoint, parameters, corpus, say=say, progress=progress, **options)
+        result = evaluate(
+            folder, origin, checkpoint, parameters, corpus, say=say, progress=progress, ranks=ranks, **options
+        )
     except KeyboardInterrupt:
         say("Interrupted. Run the same command again to go on after the last layer.")
         raise KeyboardInterrupt(SAID) from None
     finally:
         progress.close()
+    if result is None:
+        return None
     result = gated(result, max_kl, min_top1)
     record(folder, "eval_torch" if options["engine"] == "torch" else "eval", result)
     renew_card(folder)
@@ -253,5 +201,29 @@ def mtp_of(mtp: str | None, keep_mtp_fp16: bool) -> str | None:
     return "fp16" if keep_mtp_fp16 else mtp
 
 
+def join_ranks(local: bool = False) -> Ranks:
+    """This process among those of mlx.launch; of several only rank 0 speaks, but for errors.
+
+    Args:
+        local: see `Ranks`.
+    """
+    ranks = replace(join(), local=local)
+    if local and not ranks.several:
+        raise click.UsageError("--local is for several ranks, which mlx.launch starts")
+    if not ranks.first:
+        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115, it stays open
+    return ranks
+
+
+def versions() -> dict[str, str]:
+    """What ranks have to agree on before all else."""
+    return {f"version of {name}": importlib.metadata.version(name) for name in ("motif-convert", "mlx")}
+
+
 def say(text: str) -> None:
     click.echo(text, err=True)
+
+
+def say_error(what: object) -> None:
+    """The last line; of a rank of several, which one it is."""
+    click.echo(f"motif-convert: error: {name_of_rank()}{what}", file=sys.__stderr__)

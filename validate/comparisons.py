@@ -16,6 +16,7 @@ from ..convert.shards import as_json, write_file
 from ..quantize.errors import CheckError, SourceError
 from .contents import Digest, Result, compare, digest
 from .layout import Comparison, blocks, comparison, misplaced
+from .offenders import Offender
 from .pool import Task, default_workers, results
 from .structure import Shards
 
@@ -35,13 +36,27 @@ class Compared:
     def passed(self) -> bool:
         return not self.faults
 
+    def as_dict(self) -> dict:
+        """All of it as JSON, for another process of this program."""
+        rows = [asdict(r) | {"offenders": [asdict(o) for o in r.offenders.values()]} for r in self.results]
+        return {"sha256": self.sha256, "results": rows, "faults": self.faults}
+
+    @staticmethod
+    def of(found: dict) -> "Compared":
+        """What `as_dict` gave."""
+        rows = []
+        for row in found["results"]:
+            worst = [Offender(**o) for o in row["offenders"]]
+            rows.append(Result(**row | {"offenders": {(o.tensor, o.expert): o for o in worst}}))
+        return Compared(found["sha256"], rows, found["faults"])
+
 
 class Comparisons:
     """What was compared so far of a build.
 
     Args:
         out: the build, finished or not.
-        kept: a folder for what is found, of this plan and this source alone.
+        kept: a folder for what is found, of this plan and this source alone; None: it is not kept.
         workers: processes; None for as many as fit the work.
         progress: called with bytes of source that were compared since the last call.
     """
@@ -51,16 +66,16 @@ class Comparisons:
         out: Path,
         plan: Plan,
         checkpoint: Checkpoint,
-        kept: Path,
+        kept: Path | None,
         workers: int | None = None,
         progress: Callable[[int], None] = lambda _: None,
     ):
         self.out, self.plan, self.checkpoint, self.kept = out, plan, checkpoint, kept
         self.workers, self.progress = workers, progress
         self.of: dict[str, Compared] = {}
-        for shard in plan.shards:
-            if kept := self._read(shard):
-                self.of[shard] = kept
+        for shard in plan.shards if kept else ():
+            if before := self._read(shard):
+                self.of[shard] = before
                 progress(sum(m.source_nbytes for m in plan.shards[shard]))
 
     def lacks(self, shard: str, sha256: str | None) -> bool:
@@ -100,7 +115,7 @@ class Comparisons:
 
     def _keep(self, shard: str, found: Compared) -> Compared:
         self.of[shard] = found
-        if found.passed:
+        if found.passed and self.kept:
             rows = [{k: v for k, v in asdict(r).items() if k not in NOT_KEPT} for r in found.results]
             write_file(private_folder(self.kept) / f"{shard}.json", as_json({"sha256": found.sha256, "results": rows}))
         return found

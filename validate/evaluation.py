@@ -23,6 +23,7 @@ from ..convert.config import MODEL_FILE
 from ..convert.fingerprint import fingerprint
 from ..convert.hub import Source, own_folder
 from ..convert.plan import Plan
+from ..convert.ranks import ALONE, Ranks
 from ..convert.shards import sha256_of
 from ..quantize.errors import SourceError, listing
 from . import eval_state
@@ -34,6 +35,7 @@ from .judge import Seen, judge
 from .layerwise import MlxSide, module_of
 from .layout import Comparison
 from .loading import check_small_files
+from .mixture import dismiss, serve
 from .side import Passed, Side
 from .structure import check_tensors, read_shards
 from .verify import what_it_should_be
@@ -63,7 +65,8 @@ def evaluate(
     lens: bool,
     say: Callable[[str], None],
     progress: Callable[[int, str], None],
-) -> dict:
+    ranks: Ranks = ALONE,
+) -> dict | None:
     """Runs both models over a corpus and compares what they say.
 
     Args:
@@ -77,15 +80,18 @@ def evaluate(
         temperature: of the softmaxes of body and head.
         lens: whether to look through the output head after every layer.
         progress: called with bytes of both models' weights that were used, and the layer.
+        ranks: those that share the routed experts; engine "mlx" alone.
     Returns:
-        JSON: see `divergence.report`.
+        JSON: see `divergence.report`; None on ranks other than the first.
     Raises:
         SourceError: something can't be read.
     """
     plan, modules = parameters.plan, parameters.modules
     kept = own_folder() / "evaluations" / _key(out, origin, checkpoint, plan, corpus, engine, dtype, lens)
     with closing(Dense(modules, build=False)) as true, closing(Dense(modules, build=True)) as mine:
-        sides = _sides(out, checkpoint, true, mine, engine, DTYPES[dtype])
+        sides = _sides(out, checkpoint, true, mine, engine, DTYPES[dtype], ranks)
+        if not ranks.first:
+            return serve(ranks, sides)
         source, others = sides["source"], [name for name in sides if name != "source"]
         state = eval_state.restored(kept) or _begun(sides, corpus)
         used = _bytes_by_layer(list(sides.values()))
@@ -96,6 +102,7 @@ def evaluate(
             state = _next(state, sides, corpus, lens)
             eval_state.keep(kept, state)
             progress(used[index], f"layer {index}")
+        dismiss(ranks)
         seen = {name: _seen(side, state.streams[name], corpus) for name, side in sides.items()}
         reports = {}
         for name in others:
@@ -108,15 +115,15 @@ def evaluate(
 
 
 def _sides(
-    out: Path, checkpoint: Checkpoint, true: Dense, mine: Dense, engine: str, dtype: mx.Dtype
+    out: Path, checkpoint: Checkpoint, true: Dense, mine: Dense, engine: str, dtype: mx.Dtype, ranks: Ranks
 ) -> dict[str, Side]:
     """The models: "source", "build", and, where PyTorch computes these, "other": the source in mlx."""
     theirs, config = module_of(out / MODEL_FILE), read_json(out / "config.json")[0]
     args = theirs.ModelArgs.from_dict(config)
     if engine == "mlx":
         ours = module_of(Path(files("motif_convert.convert") / MODEL_FILE))
-        source = MlxSide(ours, ours.ModelArgs.from_dict(checkpoint.config), true, dtype)
-        return {"source": source, "build": MlxSide(theirs, args, mine, dtype)}
+        source = MlxSide(ours, ours.ModelArgs.from_dict(checkpoint.config), true, dtype, ranks, "source")
+        return {"source": source, "build": MlxSide(theirs, args, mine, dtype, ranks, "build")}
     try:
         from .torch_side import TorchSide
     except ImportError as e:

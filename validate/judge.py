@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from .layerwise import product
+from .products import product
 from .side import Side
 
 BLOCK = 4096  # rows of the output head at a time

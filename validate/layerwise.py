@@ -2,7 +2,7 @@
 
 What is held is the residual streams of all tokens, and of a layer's weights all but the routed experts, which come one
 after the other, only those that some token chose. The layers are those of a `motif.py`; the sum over a token's experts
-is written here, since nothing there takes experts one by one.
+is in `mixture.py`, since nothing there takes experts one by one.
 """
 
 from dataclasses import dataclass
@@ -16,23 +16,12 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models.base import create_attention_mask, create_causal_mask
 
+from ..convert.ranks import ALONE, Ranks
 from ..quantize.errors import SourceError
 from .dense import EXPERTS, Dense
+from .mixture import call, mixture
+from .products import mlx_multiplies, product
 from .side import Passed
-
-
-def mlx_multiplies(x: mx.array) -> bool:
-    """Whether to leave products to mlx. Its wheels for Linux bring the reference BLAS, which takes ten to fifty times
-    as long as numpy's."""
-    return mx.default_device() == mx.gpu or x.dtype != mx.float32
-
-
-def product(x: mx.array, weight: mx.array | np.ndarray) -> mx.array:
-    """x @ W^T."""
-    if mlx_multiplies(x):
-        return x @ mx.array(weight).astype(x.dtype).T
-    rows = np.array(x, copy=False).reshape(-1, x.shape[-1])
-    return mx.array((rows @ np.array(weight, copy=False).T).reshape(*x.shape[:-1], -1))
 
 
 def attention(q: mx.array, k: mx.array, v: mx.array, *, scale: float, mask: mx.array | str | None = None) -> mx.array:
@@ -89,12 +78,15 @@ class MlxSide:
         args: its `ModelArgs`.
         dense: its weights.
         dtype: in which it is computed.
+        ranks: those that share its routed experts, which know it by its name.
     """
 
     motif: ModuleType
     args: object
     dense: Dense
     dtype: mx.Dtype
+    ranks: Ranks = ALONE
+    name: str = ""
 
     @property
     def layers(self) -> int:
@@ -152,7 +144,8 @@ class MlxSide:
         indices, shares = layer.mlp.gate(flat)
         mx.eval(indices, shares)
         choices = np.array(indices.astype(mx.int32))
-        made, start, done = _mixture(self, prefix, layer.mlp, flat, choices, shares), 0, []
+        call(self.ranks, self.name, index, flat, choices)
+        made, start, done = mixture(self, index, flat, choices, np.array(shares.astype(mx.float32))), 0, []
         ends = np.cumsum([x.shape[0] * x.shape[1] for x in inputs])
         for h, x, end in zip(attended, inputs, ends, strict=True):
             out = made[start:end].reshape(x.shape)
@@ -197,26 +190,3 @@ def _sublayer_input(layer: nn.Module, streams: mx.array) -> mx.array:
 
     layer.mhc_ffn(streams, note)
     return seen[0]
-
-
-def _mixture(
-    side: MlxSide, prefix: str, moe: nn.Module, x: mx.array, choices: np.ndarray, shares: mx.array
-) -> mx.array:
-    """The weighted sum over each token's experts: x [N, D], choices [N, K] -> [N, D] in x's dtype."""
-    experts, total = moe.switch_mlp, np.zeros(x.shape, np.float32)
-    shares = np.array(shares.astype(mx.float32))
-    order = np.argsort(choices, axis=None, kind="stable")
-    chosen, starts = np.unique(choices.ravel()[order], return_index=True)
-    places = dict(zip(chosen.tolist(), np.split(order, starts[1:]), strict=True))
-    stacks = tuple(f"{prefix}mlp.{e}weight" for e in EXPERTS)
-    for expert, matrices in side.dense.experts(stacks, chosen.tolist()):
-        tokens, ranks = np.divmod(places[expert], choices.shape[1])
-        gate, up, down = matrices
-        rows = x[mx.array(tokens)]
-        weight, bias = experts.act_fn.weight[expert][None], experts.act_fn.bias[expert][None]
-        if experts.bias_clamp is not None:
-            bias = mx.clip(bias, -experts.bias_clamp, experts.bias_clamp)
-        act = side.motif.poly_norm(product(rows, gate), product(rows, up), weight, bias, experts.output_scale)
-        made = np.array(product(act, down).astype(mx.float32))
-        total[tokens] += made * shares[tokens, ranks][:, None]  # a token chooses an expert once
-    return mx.array(total).astype(x.dtype)

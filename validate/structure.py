@@ -1,9 +1,10 @@
 """What a build is made of, against the plan: files, shards, index, tensors. Headers alone."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
+from types import MappingProxyType
 
 from ..convert.checkpoint import INDEX, Checkpoint, read_json, read_whole
 from ..convert.config import MODEL_FILE
@@ -18,6 +19,7 @@ from .provenance import one_line
 WRITTEN = (INDEX, "config.json", MODEL_FILE, CARD)  # beside the shards, and what is copied
 EVIDENCE = ("validation.json", "validation.png")  # made by verify and smoke, after motif-convert.json
 RENEWED = {f".{name}.partial" for name in (PROVENANCE, CARD, *EVIDENCE)}  # of a kill; written again in time
+NONE: Mapping[str, int] = MappingProxyType({})
 MOST = 20  # lines about one kind of fault
 
 Shards = dict[str, dict[str, TensorInfo]]  # file -> its tensors by name
@@ -31,7 +33,7 @@ def some(problems: Iterable[str]) -> list[str]:
     return [*lines[:MOST], f"and {len(lines) - MOST:,} more like: {lines[MOST]}"]
 
 
-def check_files(out: Path, files: dict[str, Written] | None) -> list[str]:
+def check_files(out: Path, files: dict[str, Written] | None, elsewhere: Mapping[str, int] = NONE) -> list[str]:
     """Files that are missing, of another size, or that motif-convert.json does not list.
 
     Files whose names begin with a dot, such as those that Git, the Hub and macOS leave, are no part of a model, and
@@ -39,16 +41,18 @@ def check_files(out: Path, files: dict[str, Written] | None) -> list[str]:
 
     Args:
         files: as motif-convert.json lists them; None if that is not known.
+        elsewhere: sizes of files that other ranks have.
     """
     problems = []
     for name, recorded in (files or {}).items():
         path = out / name
+        there = path.stat().st_size if path.is_file() else elsewhere.get(name)
         if not name.endswith(".safetensors") and not any(fnmatchcase(name, p) for p in (*WRITTEN, *COPIED)):
             problems.append(f"{PROVENANCE}: lists {quoted(name)}, which is no file of a build")
-        if not path.is_file():
+        if there is None:
             problems.append(f"{name}: missing, and {PROVENANCE} lists it")
-        elif (size := path.stat().st_size) != recorded.size:
-            problems.append(f"{name}: {size:,} bytes, {PROVENANCE} says {recorded.size:,}")
+        elif there != recorded.size:
+            problems.append(f"{name}: {there:,} bytes, {PROVENANCE} says {recorded.size:,}")
     for path in sorted(out.iterdir()):
         if path.name == JOURNAL:
             problems.append(f"{JOURNAL}: the journal of a conversion that has not finished; run the same command again")

@@ -1,11 +1,13 @@
 """Every tensor of a build against its source, by a route of its own, and all that the build says of itself."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 
 from ..convert.checkpoint import Checkpoint
+from ..convert.headers import TensorInfo
 from ..convert.plan import Module, Plan
 from ..convert.repo import PROVENANCE
 from ..quantize.errors import SourceError, quoted
@@ -17,9 +19,10 @@ from .layout import Comparison, layer_of, misplaced
 from .offenders import Offenders, add_offenders
 from .pool import results
 from .provenance import Provenance, check_is_build, one_line, other_source, planned, read_provenance
-from .structure import check_copied, check_files, check_index, check_tensors, read_shards
+from .structure import NONE, check_copied, check_files, check_index, check_tensors, read_shards
 from .verification import Tallies, Verification
 
+NOTHING: Mapping[str, list[TensorInfo]] = MappingProxyType({})
 LISTED = 100  # offenders
 ANOTHER = "nothing was compared, since the source is another one"
 
@@ -31,6 +34,8 @@ def verify_repo(
     workers: int | None = None,
     progress: Callable[[int], None] = lambda _: None,
     compared: Comparisons | None = None,
+    fresh: bool = False,
+    elsewhere: Mapping[str, list[TensorInfo]] = NOTHING,
 ) -> Verification:
     """Checks a build against its source: every bit of every tensor, and everything that it says of itself.
 
@@ -45,6 +50,8 @@ def verify_repo(
         workers: processes; None for the number of processors, or for none beside this one if there is little to do.
         progress: called with bytes of source that were compared since the last call.
         compared: what was compared shard by shard before; those shards are hashed, and their source is not needed.
+        fresh: whether that was just now, so that the hashes of then stand.
+        elsewhere: shards that other ranks have and have compared, by name, with their tensors.
     Raises:
         SourceError: `out` is not a build, or the source can't be read.
         MotifConvertError: a worker process was killed.
@@ -54,8 +61,10 @@ def verify_repo(
         raise ValueError(f"sample must be in (0, 1], not {sample}")
     sample = None if sample == 1 else sample
     check_is_build(out)
-    provenance, plan, problems = what_it_should_be(out, checkpoint)
+    sizes = {name: max((t.offset + t.nbytes for t in tensors), default=0) for name, tensors in elsewhere.items()}
+    provenance, plan, problems = what_it_should_be(out, checkpoint, sizes)
     shards, unreadable = read_shards(out)
+    shards |= {name: {t.name: t for t in tensors} for name, tensors in elsewhere.items() if name not in shards}
     problems += unreadable + check_index(out, shards, plan) + check_claims(out, shards, plan, checkpoint)
     modules: list[Comparison] = []
     known = compared.of if compared else {}
@@ -71,13 +80,15 @@ def verify_repo(
     files = {
         out / name: file.sha256
         for name, file in recorded.items()
-        if (sample is None or not name.endswith(".safetensors")) and _has_size(out / name, file.size)
+        if (sample is None or not name.endswith(".safetensors")) and (name in sizes or _has_size(out / name, file.size))
     }
+    hashes = [Digest(out / name, c.sha256) for name, c in known.items() if fresh and c.sha256 and out / name in files]
+    to_hash = files.keys() - {d.file for d in hashes}
     workers = workers_for(workers, modules, sample)
     offenders: Offenders = {}
     faults: dict[str, None] = {}
-    with results(tasks(modules, files, sample), workers) as done:
-        for result in chain((r for c in known.values() for r in c.results), done):
+    with results(tasks(modules, [f for f in files if f in to_hash], sample), workers) as done:
+        for result in chain((r for c in known.values() for r in c.results), hashes, done):
             if isinstance(result, Digest):
                 fault = result.problem or _other_hash(result, files) or _changed(result, known)
             else:
@@ -112,17 +123,22 @@ def _without_paths(line: str, out: Path, checkpoint: Checkpoint) -> str:
     return " ".join(line.splitlines())
 
 
-def what_it_should_be(out: Path, checkpoint: Checkpoint) -> tuple[Provenance | None, Plan | None, list[str]]:
+def what_it_should_be(
+    out: Path, checkpoint: Checkpoint, elsewhere: Mapping[str, int] = NONE
+) -> tuple[Provenance | None, Plan | None, list[str]]:
     """What motif-convert.json says, the plan that it means, and what is wrong with either and with the files.
 
     The plan is None where the source is another one, or the recipe is not known.
+
+    Args:
+        elsewhere: see `check_files`.
     """
     try:
         provenance = read_provenance(out)
     except SourceError as e:
         files = check_files(out, None)
         return None, None, [one_line(e), *files, "nothing was compared, since the recipe is not known"]
-    problems = check_files(out, provenance.files)
+    problems = check_files(out, provenance.files, elsewhere)
     if other := other_source(provenance, checkpoint):
         return provenance, None, [*problems, *other, ANOTHER]
     plan, more = planned(provenance, checkpoint)

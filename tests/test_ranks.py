@@ -1,0 +1,284 @@
+"""Several processes under mlx.launch: the same bytes and the same reports as one, and an end in any case."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import launch
+import psutil
+import pytest
+from conftest import REFERENCE, SMALL_CONFIG, motif_convert, random_weights, write_checkpoint
+from motif_convert.convert.parts import share_of
+from motif_convert.convert.ranks import Ranks
+
+TINY, DEMO = REFERENCE / "tiny-motif3", REFERENCE / "demo-motif3"
+SHARD_BYTES = 50_000
+JOURNAL = ".motif-convert.json"
+HANG = 10  # seconds that ranks may live on after one has died
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in folder.iterdir()}
+
+
+def differing(folder: Path, whole: Path) -> list[str]:
+    """Names of the files that are not the same, or that only one of the folders has."""
+    found, expected = contents(folder), contents(whole)
+    return [name for name in sorted(found | expected) if found.get(name) != expected.get(name)]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    """A random checkpoint of more layers."""
+    config = SMALL_CONFIG | {"num_hidden_layers": 6}
+    return write_checkpoint(tmp_path_factory.mktemp("source") / "six", config, random_weights(config))
+
+
+@pytest.fixture(scope="module")
+def whole(source, tmp_path_factory) -> Path:
+    """What one process makes of it, in an odd number of small shards."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    command = launch.small_shards(SHARD_BYTES, "convert", "--source", source, "--mtp", "fp16", "--out", out)
+    launch.finish(launch.start(1, command))
+    assert len(list(out.glob("*.safetensors"))) % 2 == 1
+    return out
+
+
+def converting(ranks: int, source: Path, out: Path):
+    command = ("convert", "--source", source, "--mtp", "fp16", "--out", out)
+    return launch.start(ranks, launch.small_shards(SHARD_BYTES, *command))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_same_build(ranks, source, whole, tmp_path):
+    out, err = launch.finish(converting(ranks, source, tmp_path / "out"))
+    assert differing(tmp_path / "out", whole) == [], err
+    assert err.count("Written: ") == 1
+    assert out == ""
+
+
+def verifying(ranks: int, build: Path, source: Path) -> tuple[str, str]:
+    return launch.finish(
+        launch.start(ranks, launch.small_shards(SHARD_BYTES, "verify", build, "--source", source, "--json"))
+    )
+
+
+def test_verified_together(source, whole, tmp_path):
+    """The report of one process, bit for bit, and its evidence."""
+    alone, together = (Path(shutil.copytree(whole, tmp_path / name)) for name in ("alone", "together"))
+    one, several = verifying(1, alone, source), verifying(3, together, source)
+    assert json.loads(one[0])["passed"]
+    assert several[0] == one[0], several[1]
+    assert differing(together, alone) == []
+
+
+def test_what_another_rank_has_found(source, whole, tmp_path):
+    """One changed bit in the last shard, which is not rank 0's."""
+    build = Path(shutil.copytree(whole, tmp_path / "build"))
+    shard = sorted(build.glob("*.safetensors"))[-1]
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    one, several = verifying(1, build, source), verifying(2, build, source)
+    assert not json.loads(one[0])["passed"]
+    assert several[0] == one[0], several[1]
+    assert "exited with code 1" in several[1]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_evaluated_together(ranks, built, tmp_path):
+    """The numbers of one process, bit for bit."""
+    build = Path(shutil.copytree(built(DEMO), tmp_path / "build"))
+    args = ("eval", build, "--source", DEMO, "--tokens", 120, "--json")
+    alone = motif_convert(*args)
+    assert alone.returncode == 0, alone.stderr
+    out, err = launch.run(ranks, *args)
+    assert out == alone.stdout, err
+
+
+@pytest.mark.parametrize("source", [TINY, DEMO], ids=lambda p: p.name)
+def test_fewer_shards_than_ranks(source, built, tmp_path):
+    """A rank that has nothing to do."""
+    _, err = launch.run(2, "convert", "--source", source, "--out", tmp_path / "out")
+    assert differing(tmp_path / "out", built(source)) == [], err
+
+
+def test_complete_already(source, whole, tmp_path):
+    build = Path(shutil.copytree(whole, tmp_path / "build"))
+    _, err = launch.finish(converting(2, source, build))
+    assert "Complete already" in err
+    assert differing(build, whole) == []
+    shard = sorted(build.glob("*.safetensors"))[-1]
+    shard.write_bytes(b"damaged")
+    again = launch.small_shards(SHARD_BYTES, "convert", "--source", source, "--mtp", "fp16", "--out", build)
+    _, err = launch.finish(launch.start(2, [*again, "--recheck"]))
+    assert differing(build, whole) == [], err
+
+
+# --- ranks that go ---
+
+
+def ranks_of(launcher: int) -> list[psutil.Process]:
+    """The ranks' processes, by rank."""
+    found = [p for p in psutil.Process(launcher).children(recursive=True) if "MLX_RANK" in p.environ()]
+    started = {int(p.environ()["MLX_RANK"]): p for p in found if "watch" not in p.name()}
+    return [started[rank] for rank in sorted(started)]
+
+
+def test_ranks_killed_in_turn(source, whole, tmp_path):
+    """Ten times, at random moments: all ranks end, nothing looks whole, and the next run goes on."""
+    rng, out, gone = random.Random(9), tmp_path / "out", 0
+    for turn in range(10):
+        process = converting(3, source, out)
+        while not (out / JOURNAL).exists() and process.poll() is None:
+            time.sleep(0.01)
+        time.sleep(rng.uniform(0, 0.4))
+        mortal = ranks_of(process.pid)
+        if len(mortal) == 3:
+            mortal[turn % 3].kill()
+            gone += 1
+        started = time.monotonic()
+        _, err = launch.finish(process)
+        assert time.monotonic() - started < HANG, err
+        if not (out / "config.json").exists():
+            assert (out / JOURNAL).exists()
+        else:
+            assert differing(out, whole) == []
+            shutil.rmtree(out)
+    assert gone >= 5
+    _, err = launch.finish(converting(3, source, out))
+    assert differing(out, whole) == [], err
+
+
+def test_one_process_goes_on_with_what_ranks_have_done(source, whole, tmp_path):
+    """What rank 1 had finished is not made again."""
+    out = tmp_path / "out"
+    process = converting(2, source, out)
+    while not (journals := list(out.glob(".motif-convert.rank-1.json"))) and process.poll() is None:
+        time.sleep(0.001)
+    os.killpg(process.pid, signal.SIGKILL)
+    launch.finish(process)
+    assert journals
+    done = set(json.loads(journals[0].read_text())["shards"]) if journals[0].exists() else set()
+    before = {name: (out / name).stat().st_mtime_ns for name in done}
+    launch.finish(converting(1, source, out))
+    assert differing(out, whole) == []
+    assert {name: (out / name).stat().st_mtime_ns for name in done} == before
+
+
+def each(*commands: str) -> list[str]:
+    """A command line of its own for each rank."""
+    cases = " ".join(f"{rank}) exec {command};;" for rank, command in enumerate(commands))
+    return ["bash", "-c", f"case $MLX_RANK in {cases} esac"]
+
+
+@pytest.mark.parametrize(
+    ("other", "word"),
+    [
+        ("--bits 8", "another recipe than rank 0"),
+        ("--mtp drop", "another MTP policy than rank 0"),
+        (f"--source {TINY}", "another source than rank 0"),
+        ("--source /nowhere", "/nowhere: no such folder"),
+    ],
+    ids=["recipe", "MTP policy", "source", "no source"],
+)
+def test_ranks_that_do_not_agree(other, word, tmp_path):
+    out = tmp_path / "out"
+    command = f"{launch.COMMAND} convert --source {DEMO} --out {out}"
+    started = time.monotonic()
+    _, err = launch.finish(launch.start(2, each(command, f"{command} {other}")))
+    assert time.monotonic() - started < launch.SECONDS / 2
+    lines = [line for line in err.splitlines() if line.startswith("motif-convert: error: rank 1 (")]
+    assert len(lines) == 1, err
+    assert word in lines[0]
+    assert not out.exists() or not list(out.iterdir())
+
+
+def test_a_folder_that_is_not_shared(tmp_path):
+    """Each rank in a working folder of its own, as on two machines without common storage."""
+    for rank in (0, 1):
+        (tmp_path / str(rank)).mkdir()
+    command = f"{launch.COMMAND} convert --source {DEMO} --out out"
+    cases = each(*(f"env -C {tmp_path / str(rank)} {command}" for rank in (0, 1)))
+    _, err = launch.finish(launch.start(2, cases))
+    assert "must lie on storage that all ranks share" in err
+    assert not (tmp_path / "1" / "out").exists()
+
+
+@pytest.mark.parametrize("args", [(), ("plan",), ("upload", "x", "y/z")], ids=str)
+def test_what_ranks_do_not_do(args):
+    _, err = launch.run(2, *args)
+    assert "mlx.launch is for convert, verify, smoke, eval" in err
+
+
+# --- shares ---
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+def test_shares_are_runs_and_all(ranks):
+    sizes = {f"s{i}": size for i, size in enumerate([5, 1, 1, 1, 9, 2, 2, 2, 2, 5])}
+    shares = [share_of(sizes, Ranks(rank, ranks)) for rank in range(ranks)]
+    assert [name for share in shares for name in share] == list(sizes)
+    most = max(sum(sizes[n] for n in share) for share in shares)
+    assert most <= sum(sizes.values()) / ranks + max(sizes.values())
+
+
+def test_alone_imports_no_mlx():
+    code = "import sys; from motif_convert.convert.ranks import join; join(); print('mlx.core' in sys.modules)"
+    process = launch.start(1, [sys.executable, "-c", code])
+    assert launch.finish(process)[0] == "False\n"
+
+
+# --- each rank with a disk of its own ---
+
+
+def at_home(home: Path, ranks: int, *args: object) -> list[str]:
+    """A command line that every rank runs in a folder of its own."""
+    for rank in range(ranks):
+        (home / str(rank)).mkdir(exist_ok=True)
+    return ["bash", "-c", f'cd {home}/$MLX_RANK && exec "$@"', "-", *launch.small_shards(SHARD_BYTES, *args)]
+
+
+def test_local_shards(source, whole, tmp_path):
+    """Each rank has what mlx-lm's pipeline looks for on it, of the bytes of one process; together it is all, and
+    verified. Killed, it goes on; what is damaged on one rank is made again there."""
+    options = ("convert", "--source", source, "--mtp", "fp16", "--local", "--out", "out")
+    process = launch.start(2, at_home(tmp_path, 2, *options))
+    while not (tmp_path / "1" / "out" / JOURNAL).exists() and process.poll() is None:
+        time.sleep(0.01)
+    ranks_of(process.pid)[1].kill()
+    launch.finish(process)
+    _, err = launch.finish(launch.start(2, at_home(tmp_path, 2, *options)))
+    found = [contents(tmp_path / str(rank) / "out") for rank in (0, 1)]
+    expected = contents(whole)
+    assert found[0].keys() | found[1].keys() == expected.keys(), err
+    assert all(expected[name] == data for part in found for name, data in part.items())
+    shards = {name for name in expected if name.endswith(".safetensors")}
+    assert all(expected.keys() - shards <= part.keys() for part in found)
+    weight_map = json.loads(expected["model.safetensors.index.json"])["weight_map"]
+    last = {f for n, f in weight_map.items() if not n.startswith(tuple(f"model.layers.{i}." for i in (0, 1, 2)))}
+    assert found[0].keys() & shards == last
+    verify = ("verify", "out", "--source", source, "--local", "--json")
+    out, err = launch.finish(launch.start(2, at_home(tmp_path, 2, *verify)))
+    assert out, err
+    assert json.loads(out)["passed"], out
+    assert json.loads(out)["sampled"] == 1
+
+    damaged = tmp_path / "1" / "out" / min(shards - last)
+    damaged.write_bytes(b"x" + damaged.read_bytes()[1:])
+    out, err = launch.finish(launch.start(2, at_home(tmp_path, 2, *verify)))
+    assert out, err
+    assert not json.loads(out)["passed"]
+    _, err = launch.finish(launch.start(2, at_home(tmp_path, 2, *options, "--recheck")))
+    assert damaged.read_bytes() == expected[damaged.name], err
+
+
+def test_local_alone(tmp_path):
+    result = motif_convert("convert", "--source", TINY, "--local", "--out", tmp_path / "out")
+    assert result.returncode == 2
+    assert "--local is for several ranks" in result.stderr
