@@ -11,10 +11,12 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from ..quantize.errors import MotifConvertError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 JOIN_SECONDS = 40  # mlx gives up after 31 where it is refused
 LAUNCHED = ("MLX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")  # set by mlx.launch, or by the mpirun that it starts
@@ -50,6 +52,8 @@ class Ranks:
         """
         if not self.several:
             return [value]
+        import numpy as np
+
         data = np.frombuffer(json.dumps(value).encode(), np.uint8)
         sizes = self._all_gather(np.array([data.size], np.int32))
         padded = np.zeros(int(sizes.max()), np.uint8)
@@ -61,26 +65,30 @@ class Ranks:
         """What rank 0 gives, JSON, on every rank. Raises MotifConvertError."""
         return self.gather(value if self.first else None)[0]
 
-    def added(self, array: np.ndarray) -> np.ndarray:
+    def added(self, array: "np.ndarray") -> "np.ndarray":
         """The sum of every rank's array of one shape. Raises MotifConvertError."""
         if not self.several:
             return array
         import mlx.core as mx
+        import numpy as np
 
         with _together():
             total = mx.distributed.all_sum(mx.array(array), stream=mx.cpu)
             mx.eval(total)
         return np.array(total)
 
-    def shared(self, array: np.ndarray | None) -> np.ndarray:
+    def shared(self, array: "np.ndarray | None") -> "np.ndarray":
         """Rank 0's array, on every rank. Raises MotifConvertError."""
         if not self.several:
             return array
+        import numpy as np
+
         shape, dtype = self.told(None if array is None else [list(array.shape), str(array.dtype)])
         return self.added(array if self.first else np.zeros(shape, dtype))
 
-    def _all_gather(self, array: np.ndarray) -> np.ndarray:
+    def _all_gather(self, array: "np.ndarray") -> "np.ndarray":
         import mlx.core as mx
+        import numpy as np
 
         with _together():
             every = mx.distributed.all_gather(mx.array(array), stream=mx.cpu)
