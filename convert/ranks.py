@@ -72,7 +72,7 @@ class Ranks:
         import mlx.core as mx
         import numpy as np
 
-        with _together():
+        with together():
             total = mx.distributed.all_sum(mx.array(array), stream=mx.cpu)
             mx.eval(total)
         return np.array(total)
@@ -86,11 +86,26 @@ class Ranks:
         shape, dtype = self.told(None if array is None else [list(array.shape), str(array.dtype)])
         return self.added(array if self.first else np.zeros(shape, dtype))
 
+    @contextmanager
+    def decoding(self) -> Iterator[object]:
+        """While a model runs whose layers the ranks share: their `mx.distributed.Group`, None for one process.
+
+        Raises:
+            MotifConvertError: a rank is gone.
+        """
+        if not self.several:
+            yield None
+            return
+        import mlx.core as mx
+
+        with together():
+            yield mx.distributed.init()
+
     def _all_gather(self, array: "np.ndarray") -> "np.ndarray":
         import mlx.core as mx
         import numpy as np
 
-        with _together():
+        with together():
             every = mx.distributed.all_gather(mx.array(array), stream=mx.cpu)
             mx.eval(every)
         return np.array(every)
@@ -110,7 +125,7 @@ def join() -> Ranks:
     with _watched():  # begins with a fork, so before mlx is imported
         import mlx.core as mx
 
-        with _together():
+        with together():
             group = mx.distributed.init()
     return Ranks(group.rank(), group.size())
 
@@ -148,8 +163,12 @@ def _watched() -> Iterator[None]:
 
 
 @contextmanager
-def _together() -> Iterator[None]:
-    """While this process waits for others in mlx, which no Python handler can interrupt, a signal ends it at once."""
+def together() -> Iterator[None]:
+    """While this process waits for others in mlx, which no Python handler can interrupt, a signal ends it at once.
+
+    Raises:
+        MotifConvertError: another rank is gone.
+    """
     import mlx.core  # noqa: F401, before the signals change: an import that is cut short is no harm, but is untidy
 
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}

@@ -1,11 +1,46 @@
 """Verification as steps, each with its progress and its words. What is heavy is imported where used."""
 
+import json
 from pathlib import Path
 
 import click
 
 from ..convert.ranks import Ranks, check_agreed
-from .steps import SAID, checkpoint_bytes, renew_card, say, versions
+from .steps import NOT_ON_THE_HUB, SAID, checkpoint_bytes, fetch, join_ranks, open_source_of, renew_card, say, versions
+
+
+def check(
+    folder: Path,
+    source: str | None,
+    revision: str | None,
+    stream: bool,
+    local: bool,
+    sample: float | None,
+    workers: int | None,
+    as_json: bool,
+) -> bool:
+    """The command `verify`: whether a build passes, which is recorded."""
+    if stream and sample is not None:
+        raise click.UsageError("--stream fetches every shard; it does not go with --sample")
+    ranks = join_ranks(local)
+    if ranks.several and sample is not None:
+        raise click.UsageError("--sample is a quick look, by one process")
+    origin, checkpoint = open_source_of(folder, source, revision)
+    if stream and not origin.files:
+        raise click.UsageError(NOT_ON_THE_HUB)
+    if ranks.several:
+        found, job = verify_with(ranks, folder, origin, checkpoint, workers, stream, quiet=as_json)
+    elif stream:
+        found, job = verify_streamed(folder, origin, checkpoint, workers, quiet=as_json)
+    else:
+        fetch(origin, checkpoint)
+        job = None
+        found = verify_build(folder, checkpoint, sample, workers, quiet=as_json)
+    if found and as_json:
+        click.echo(json.dumps(found.as_dict(), indent=1))
+    if found:
+        record_verification(folder, found.as_dict(), found.passed, job)
+    return ranks.told(bool(found and found.passed))
 
 
 def verify_build(folder: Path, checkpoint, sample: float | None, workers: int | None, quiet: bool = False):

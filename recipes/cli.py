@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from ..convert.ranks import launched
-from .checks import record_verification, verify_build, verify_streamed, verify_with
+from .checks import check, record_verification, verify_build, verify_streamed
 from .conversion import convert_source, show_plan, verified_before
 from .options import (
     Finite,
@@ -162,27 +162,7 @@ def inspect(folder, as_json):
 @click.pass_context
 def verify(ctx, folder, source, revision, stream, local, sample, workers, as_json):
     """Check every group of a build against its source; record it in validation.json."""
-    if stream and sample is not None:
-        raise click.UsageError("--stream fetches every shard; it does not go with --sample")
-    ranks = join_ranks(local)
-    if ranks.several and sample is not None:
-        raise click.UsageError("--sample is a quick look, by one process")
-    origin, checkpoint = open_source_of(folder, source, revision)
-    if stream and not origin.files:
-        raise click.UsageError(NOT_ON_THE_HUB)
-    if ranks.several:
-        found, job = verify_with(ranks, folder, origin, checkpoint, workers, stream, quiet=as_json)
-    elif stream:
-        found, job = verify_streamed(folder, origin, checkpoint, workers, quiet=as_json)
-    else:
-        fetch(origin, checkpoint)
-        job = None
-        found = verify_build(folder, checkpoint, sample, workers, quiet=as_json)
-    if found and as_json:
-        click.echo(json.dumps(found.as_dict(), indent=1))
-    if found:
-        record_verification(folder, found.as_dict(), found.passed, job)
-    if not ranks.told(found and found.passed):
+    if not check(folder, source, revision, stream, local, sample, workers, as_json):
         ctx.exit(1)
 
 
@@ -207,7 +187,8 @@ def smoke(ctx, folder, as_json, **options):
     from .show import heads_text
 
     minimum = options.pop("min_acceptance")
-    evidence = smoke_build(folder, minimum, quiet=as_json, **options)
+    ranks = join_ranks()
+    evidence = smoke_build(folder, minimum, ranks, quiet=as_json, **options)
     result = evidence["smoke"]
     if as_json:
         click.echo(json.dumps(result | ({"heads": evidence["heads"]} if options["compare_mtp"] else {}), indent=1))

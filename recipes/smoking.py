@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..convert.planner import make_plan
+from ..convert.ranks import ALONE, Ranks
 from ..quantize.errors import RecipeError
 from ..quantize.policy import MTP_POLICIES
 from ..validate.provenance import check_is_build, read_provenance
@@ -23,14 +24,16 @@ def smoke(
     seed: int = 0,
     compare_mtp: str | None = None,
     source: str | None = None,
+    ranks: Ranks = ALONE,
 ) -> dict:
     """Decodes with a build on this machine's default device and records what that shows.
 
     Args:
         minimum: acceptance to fail below; None for the recipe's.
         compare_mtp: MTP policies, separated by commas, to compare on the build's body.
+        ranks: those that share the build's layers; all of them decode, rank 0 records.
     Returns:
-        The build's evidence.
+        The build's evidence; on ranks other than the first what was measured.
     """
     from ..validate.evidence import record
     from ..validate.smoke import load_build, read_prompts, read_text
@@ -46,8 +49,11 @@ def smoke(
         found, checkpoint = open_source(*((source, None) if source else source_of(folder)))
         head = {t.shard for t in checkpoint.tensors.values() if ".mtp_layers." in t.name}
         fetch_shards(found, head, lambda count, name: say(f"{name}: downloaded") if name else None)
-    build = load_build(folder, dtype)
-    result = run(build, asked, corpus, tokens, drafts, temperature, minimum, seed, say)
+    with ranks.decoding() as group:
+        build = load_build(folder, dtype, group)
+        result = run(build, asked, corpus, tokens, drafts, temperature, minimum, seed, say)
+    if not ranks.first:
+        return {"smoke": result}
     evidence = record(folder, "smoke", result)
     if policies:
         from ..validate.heads import compare_heads

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from ..convert.ranks import Ranks, check_agreed, join, name_of_rank
+from ..convert.ranks import ALONE, Ranks, check_agreed, join, name_of_rank
 
 SAID = "said"  # of an interruption
 MOST_TORCH = 1024  # tokens; it is the slow engine
@@ -78,12 +78,19 @@ def fetch(source, checkpoint) -> None:
             progress.close()
 
 
-def smoke_build(folder: Path, minimum: float | None, quiet: bool = False, **options) -> dict:
+def smoke_build(folder: Path, minimum: float | None, ranks: Ranks = ALONE, quiet: bool = False, **options) -> dict:
+    from ..validate.provenance import check_is_build, read_provenance
     from .show import smoke_text
     from .smoking import smoke as run
 
-    evidence = run(folder, minimum, say, **options)
-    renew_card(folder)
+    if ranks.several:
+        if options["compare_mtp"]:
+            raise click.UsageError("--compare-mtp is for one process")
+        check_is_build(folder)
+        check_agreed(ranks, versions() | {"build": read_provenance(folder).made["plan_hash"]})
+    evidence = run(folder, minimum, say, ranks=ranks, **options)
+    if ranks.first:
+        renew_card(folder)
     if not quiet:
         click.echo(smoke_text(evidence["smoke"]))
     return evidence

@@ -6,12 +6,17 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 LAUNCHER = str(Path(sys.executable).with_name("mlx.launch"))
 COMMAND = str(Path(sys.executable).with_name("motif-convert"))
 SECONDS = 120
+# mlx.launch waits until it can write to a rank's stdin, which nobody reads, and keeps a core busy until that is full.
+PIPE = 1 << 16
 # As the installed command, with shards of a size that a small checkpoint has several of.
 SMALL_SHARDS = """
 import sys
@@ -38,23 +43,63 @@ def ports(count: int) -> int:
             return first
 
 
-def start(ranks: int, command: list[object], cwd: Path | None = None) -> subprocess.Popen:
-    """mlx.launch with a command line, in a process group of its own; its output is text."""
-    launch = [LAUNCHER, "-n", str(ranks), "--starting-port", str(ports(ranks)), "--", *map(str, command)]
-    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
-    return subprocess.Popen(launch, **pipes, text=True, cwd=cwd, env=environment, start_new_session=True)
+@dataclass
+class Launched:
+    """mlx.launch at work, in a process group of its own, and what it has printed so far."""
 
+    process: subprocess.Popen
+    output: BinaryIO
+    errors: BinaryIO
 
-def finish(process: subprocess.Popen, seconds: float = SECONDS) -> tuple[str, str]:
-    """What it printed. All of the group is gone afterwards."""
-    try:
-        return process.communicate(timeout=seconds)
-    finally:
+    @property
+    def out(self) -> str:
+        return _text(self.output)
+
+    @property
+    def err(self) -> str:
+        return _text(self.errors)
+
+    def end(self) -> None:
+        """Nothing of the group is left afterwards."""
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        for file in (self.process.stdin, self.output, self.errors):
+            file.close()
+
+    def finish(self, seconds: float = SECONDS) -> tuple[str, str]:
+        """Waits for its end; what it printed."""
+        try:
+            self.process.wait(seconds)
+            return self.out, self.err
+        finally:
+            self.end()
+
+
+def _text(file: BinaryIO) -> str:
+    """All of it; the place where others write stays where it is."""
+    return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode()
+
+
+def start(ranks: int, command: list[object], cwd: Path | None = None) -> Launched:
+    """mlx.launch with a command line."""
+    options = ["-n", ranks, "--backend", "ring", "--starting-port", ports(ranks)]
+    files = [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115, they outlive this function
+    process = subprocess.Popen(
+        [LAUNCHER, *map(str, [*options, "--", *command])],
+        stdin=subprocess.PIPE,
+        stdout=files[0],
+        stderr=files[1],
+        cwd=cwd,
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        start_new_session=True,
+    )
+    with suppress(BrokenPipeError):
+        process.stdin.write(bytes(PIPE))
+        process.stdin.flush()
+    return Launched(process, *files)
 
 
 def run(ranks: int, *args: object, cwd: Path | None = None) -> tuple[str, str]:
     """The command in several ranks: what they printed. mlx.launch's own exit code is 0 whatever happens."""
-    return finish(start(ranks, [COMMAND, *args], cwd))
+    return start(ranks, [COMMAND, *args], cwd).finish()

@@ -1,10 +1,8 @@
 """Several processes under mlx.launch: the same bytes and the same reports as one, and an end in any case."""
 
 import json
-import os
 import random
 import shutil
-import signal
 import sys
 import time
 from pathlib import Path
@@ -44,7 +42,7 @@ def whole(source, tmp_path_factory) -> Path:
     """What one process makes of it, in an odd number of small shards."""
     out = tmp_path_factory.mktemp("whole") / "out"
     command = launch.small_shards(SHARD_BYTES, "convert", "--source", source, "--mtp", "fp16", "--out", out)
-    launch.finish(launch.start(1, command))
+    launch.start(1, command).finish()
     assert len(list(out.glob("*.safetensors"))) % 2 == 1
     return out
 
@@ -56,16 +54,15 @@ def converting(ranks: int, source: Path, out: Path):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_same_build(ranks, source, whole, tmp_path):
-    out, err = launch.finish(converting(ranks, source, tmp_path / "out"))
+    out, err = converting(ranks, source, tmp_path / "out").finish()
     assert differing(tmp_path / "out", whole) == [], err
     assert err.count("Written: ") == 1
     assert out == ""
 
 
 def verifying(ranks: int, build: Path, source: Path) -> tuple[str, str]:
-    return launch.finish(
-        launch.start(ranks, launch.small_shards(SHARD_BYTES, "verify", build, "--source", source, "--json"))
-    )
+    command = launch.small_shards(SHARD_BYTES, "verify", build, "--source", source, "--json")
+    return launch.start(ranks, command).finish()
 
 
 def test_verified_together(source, whole, tmp_path):
@@ -90,14 +87,13 @@ def test_what_another_rank_has_found(source, whole, tmp_path):
     assert "exited with code 1" in several[1]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_evaluated_together(ranks, built, tmp_path):
+def test_evaluated_together(built, tmp_path):
     """The numbers of one process, bit for bit."""
     build = Path(shutil.copytree(built(DEMO), tmp_path / "build"))
     args = ("eval", build, "--source", DEMO, "--tokens", 120, "--json")
     alone = motif_convert(*args)
     assert alone.returncode == 0, alone.stderr
-    out, err = launch.run(ranks, *args)
+    out, err = launch.run(3, *args)
     assert out == alone.stdout, err
 
 
@@ -110,13 +106,13 @@ def test_fewer_shards_than_ranks(source, built, tmp_path):
 
 def test_complete_already(source, whole, tmp_path):
     build = Path(shutil.copytree(whole, tmp_path / "build"))
-    _, err = launch.finish(converting(2, source, build))
+    _, err = converting(2, source, build).finish()
     assert "Complete already" in err
     assert differing(build, whole) == []
     shard = sorted(build.glob("*.safetensors"))[-1]
     shard.write_bytes(b"damaged")
     again = launch.small_shards(SHARD_BYTES, "convert", "--source", source, "--mtp", "fp16", "--out", build)
-    _, err = launch.finish(launch.start(2, [*again, "--recheck"]))
+    _, err = launch.start(2, [*again, "--recheck"]).finish()
     assert differing(build, whole) == [], err
 
 
@@ -135,15 +131,15 @@ def test_ranks_killed_in_turn(source, whole, tmp_path):
     rng, out, gone = random.Random(9), tmp_path / "out", 0
     for turn in range(10):
         process = converting(3, source, out)
-        while not (out / JOURNAL).exists() and process.poll() is None:
+        while not (out / JOURNAL).exists() and process.process.poll() is None:
             time.sleep(0.01)
         time.sleep(rng.uniform(0, 0.4))
-        mortal = ranks_of(process.pid)
+        mortal = ranks_of(process.process.pid)
         if len(mortal) == 3:
             mortal[turn % 3].kill()
             gone += 1
         started = time.monotonic()
-        _, err = launch.finish(process)
+        _, err = process.finish()
         assert time.monotonic() - started < HANG, err
         if not (out / "config.json").exists():
             assert (out / JOURNAL).exists()
@@ -151,7 +147,7 @@ def test_ranks_killed_in_turn(source, whole, tmp_path):
             assert differing(out, whole) == []
             shutil.rmtree(out)
     assert gone >= 5
-    _, err = launch.finish(converting(3, source, out))
+    _, err = converting(3, source, out).finish()
     assert differing(out, whole) == [], err
 
 
@@ -159,14 +155,13 @@ def test_one_process_goes_on_with_what_ranks_have_done(source, whole, tmp_path):
     """What rank 1 had finished is not made again."""
     out = tmp_path / "out"
     process = converting(2, source, out)
-    while not (journals := list(out.glob(".motif-convert.rank-1.json"))) and process.poll() is None:
+    while not (journals := list(out.glob(".motif-convert.rank-1.json"))) and process.process.poll() is None:
         time.sleep(0.001)
-    os.killpg(process.pid, signal.SIGKILL)
-    launch.finish(process)
+    process.end()
     assert journals
     done = set(json.loads(journals[0].read_text())["shards"]) if journals[0].exists() else set()
     before = {name: (out / name).stat().st_mtime_ns for name in done}
-    launch.finish(converting(1, source, out))
+    converting(1, source, out).finish()
     assert differing(out, whole) == []
     assert {name: (out / name).stat().st_mtime_ns for name in done} == before
 
@@ -191,7 +186,7 @@ def test_ranks_that_do_not_agree(other, word, tmp_path):
     out = tmp_path / "out"
     command = f"{launch.COMMAND} convert --source {DEMO} --out {out}"
     started = time.monotonic()
-    _, err = launch.finish(launch.start(2, each(command, f"{command} {other}")))
+    _, err = launch.start(2, each(command, f"{command} {other}")).finish()
     assert time.monotonic() - started < launch.SECONDS / 2
     lines = [line for line in err.splitlines() if line.startswith("motif-convert: error: rank 1 (")]
     assert len(lines) == 1, err
@@ -205,7 +200,7 @@ def test_a_folder_that_is_not_shared(tmp_path):
         (tmp_path / str(rank)).mkdir()
     command = f"{launch.COMMAND} convert --source {DEMO} --out out"
     cases = each(*(f"env -C {tmp_path / str(rank)} {command}" for rank in (0, 1)))
-    _, err = launch.finish(launch.start(2, cases))
+    _, err = launch.start(2, cases).finish()
     assert "must lie on storage that all ranks share" in err
     assert not (tmp_path / "1" / "out").exists()
 
@@ -231,7 +226,7 @@ def test_shares_are_runs_and_all(ranks):
 def test_alone_imports_no_mlx():
     code = "import sys; from motif_convert.convert.ranks import join; join(); print('mlx.core' in sys.modules)"
     process = launch.start(1, [sys.executable, "-c", code])
-    assert launch.finish(process)[0] == "False\n"
+    assert process.finish()[0] == "False\n"
 
 
 # --- each rank with a disk of its own ---
@@ -249,11 +244,11 @@ def test_local_shards(source, whole, tmp_path):
     verified. Killed, it goes on; what is damaged on one rank is made again there."""
     options = ("convert", "--source", source, "--mtp", "fp16", "--local", "--out", "out")
     process = launch.start(2, at_home(tmp_path, 2, *options))
-    while not (tmp_path / "1" / "out" / JOURNAL).exists() and process.poll() is None:
+    while not (tmp_path / "1" / "out" / JOURNAL).exists() and process.process.poll() is None:
         time.sleep(0.01)
-    ranks_of(process.pid)[1].kill()
-    launch.finish(process)
-    _, err = launch.finish(launch.start(2, at_home(tmp_path, 2, *options)))
+    ranks_of(process.process.pid)[1].kill()
+    process.finish()
+    _, err = launch.start(2, at_home(tmp_path, 2, *options)).finish()
     found = [contents(tmp_path / str(rank) / "out") for rank in (0, 1)]
     expected = contents(whole)
     assert found[0].keys() | found[1].keys() == expected.keys(), err
@@ -264,17 +259,17 @@ def test_local_shards(source, whole, tmp_path):
     last = {f for n, f in weight_map.items() if not n.startswith(tuple(f"model.layers.{i}." for i in (0, 1, 2)))}
     assert found[0].keys() & shards == last
     verify = ("verify", "out", "--source", source, "--local", "--json")
-    out, err = launch.finish(launch.start(2, at_home(tmp_path, 2, *verify)))
+    out, err = launch.start(2, at_home(tmp_path, 2, *verify)).finish()
     assert out, err
     assert json.loads(out)["passed"], out
     assert json.loads(out)["sampled"] == 1
 
     damaged = tmp_path / "1" / "out" / min(shards - last)
     damaged.write_bytes(b"x" + damaged.read_bytes()[1:])
-    out, err = launch.finish(launch.start(2, at_home(tmp_path, 2, *verify)))
+    out, err = launch.start(2, at_home(tmp_path, 2, *verify)).finish()
     assert out, err
     assert not json.loads(out)["passed"]
-    _, err = launch.finish(launch.start(2, at_home(tmp_path, 2, *options, "--recheck")))
+    _, err = launch.start(2, at_home(tmp_path, 2, *options, "--recheck")).finish()
     assert damaged.read_bytes() == expected[damaged.name], err
 
 
