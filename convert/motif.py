@@ -16,6 +16,10 @@ Interface for runtimes that decode speculatively with the MTP head:
 `draft[:, t]` predicts token t + 2. `make_cache()` and `make_mtp_cache()` are separate lists.
 A rotating cache that has wrapped can't be trimmed (mlx-lm's `trim_prompt_cache` then returns
 0), so a loop that drafts must keep what it needs to take rejected rows back.
+
+Under `mlx.launch` mlx-lm's `sharded_load` splits the layers over machines as a pipeline: rank 0
+holds the last ones and the MTP head. Every rank calls the functions above in the same order with
+the same tokens, and gets the same values.
 """
 
 import math
@@ -26,6 +30,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import BaseModelArgs, create_attention_mask, create_causal_mask
 from mlx_lm.models.cache import KVCache, RotatingKVCache
+from mlx_lm.models.pipeline import PipelineMixin
 from mlx_lm.models.switch_layers import SwitchLinear
 
 # Facts of the architecture that no config key carries.
@@ -570,35 +575,74 @@ class DecoderLayer(nn.Module):
         return self.mhc_ffn(streams, lambda x: self.mlp(self.post_attention_layernorm(x)))
 
 
-class MotifModel(nn.Module):
+def from_rank_0(x, group):
+    """Rank 0's x [B, ...] on every rank; the others' is of the same shape and dtype, and not looked at."""
+    return mx.distributed.all_gather(x, group=group)[: x.shape[0]]
+
+
+class MotifModel(PipelineMixin, nn.Module):
+    """The body. Of a pipeline, `layers` keeps its length and holds None for the layers of other ranks."""
+
     def __init__(self, args: ModelArgs):
         super().__init__()
+        self._group = self._split_head = None
         self.streams = args.mhc_expansion_rate
         self.window = args.window
         self.embed_tokens = nn.Embedding(args.vocab_size, args.hidden_size)
         self.layers = [DecoderLayer(args, i) for i in range(args.num_hidden_layers)]
         self.norm = nn.RMSNorm(args.hidden_size, args.rms_norm_eps)
 
+    def pipeline(self, group, split=None):
+        """Keeps this rank's layers alone: rank 0 has the last ones. Called once, by mlx-lm's `sharded_load`.
+
+        Args:
+            group: mx.distributed.Group.
+            split: layers of each rank; even if None.
+        Raises:
+            ValueError: more ranks than layers, or a split that is not one.
+        """
+        if group.size() > len(self.layers):
+            raise ValueError(f"{group.size()} ranks are too many: the model has {len(self.layers)} layers to share")
+        super().pipeline(group, split)
+        self._group = group
+        if self._split_head is not None:
+            self._split_head(group)
+
     def __call__(self, inputs, cache=None, input_embeddings=None):
         """Token ids [B, L] -> hidden states after the final norm [B, L, D]."""
         h = self.embed_tokens(inputs) if input_embeddings is None else input_embeddings
-        cache = [None] * len(self.layers) if cache is None else cache
+        layers, rank, last = self.pipeline_layers, self.pipeline_rank, self.pipeline_size - 1
+        cache = [None] * len(layers) if cache is None else cache
         masks = {}
-        for layer, c in zip(self.layers, cache, strict=True):
+        for layer, c in zip(layers, cache, strict=True):
             if layer.slides not in masks:
                 window = self.window if layer.slides else None
                 masks[layer.slides] = create_attention_mask(h, c, window_size=window)
         h = mx.repeat(h[..., None, :], self.streams, axis=-2)
-        for layer, c in zip(self.layers, cache, strict=True):
+        if rank < last:
+            h = mx.distributed.recv_like(h, rank + 1, group=self._group)
+        for layer, c in zip(layers, cache, strict=True):
             h = layer(h, masks[layer.slides], c)
-        return self.norm(h.astype(mx.float32).mean(axis=-2).astype(h.dtype))
+        if rank == 0:
+            h = self.norm(h.astype(mx.float32).mean(axis=-2).astype(h.dtype))
+        else:
+            h = mx.distributed.send(h, rank - 1, group=self._group)
+            if cache[-1] is not None:  # a prefill evaluates the caches alone, and must send all the same
+                cache[-1].keys = mx.depends(cache[-1].keys, h)
+            h = h[..., 0, :]
+        return from_rank_0(h, self._group) if last else h
 
 
 class MTPHead(nn.Module):
-    """One plain pre-norm block that reads a hidden state and the token after it."""
+    """One plain pre-norm block that reads a hidden state and the token after it.
+
+    Of a pipeline, rank 0 computes it. On the other ranks it has no parameters and leaves its cache
+    empty, and has to be called all the same.
+    """
 
     def __init__(self, args: ModelArgs):
         super().__init__()
+        self._group = None
         dims, eps = args.hidden_size, args.rms_norm_eps
         self.window = args.window
         self.embed_norm = nn.RMSNorm(dims, eps)
@@ -609,8 +653,21 @@ class MTPHead(nn.Module):
         self.mlp = MLP(args, args.intermediate_size)
         self.final_layernorm = nn.RMSNorm(dims, eps)
 
+    def pipeline(self, group):
+        """Keeps the parameters on rank 0 of a mx.distributed.Group alone."""
+        self._group = group
+        if group.rank() != 0:
+            self.clear()
+
     def __call__(self, hidden, embedding, cache=None):
         """hidden, embedding [B, L, D] -> [B, L, D], computed in the head's own dtype."""
+        if self._group is None:
+            return self._block(hidden, embedding, cache)
+        if self._group.rank() != 0:  # dependent on what rank 0's depends on: all run their collectives in one order
+            return from_rank_0(mx.depends(hidden, embedding), self._group)
+        return from_rank_0(self._block(hidden, embedding, cache), self._group)
+
+    def _block(self, hidden, embedding, cache):
         dtype = self.embed_norm.weight.dtype
         x = mx.concatenate([hidden.astype(dtype), self.embed_norm(embedding.astype(dtype))], axis=-1)
         x = self.input_proj(x)
@@ -629,6 +686,7 @@ class Model(nn.Module):
         self.lm_head = nn.Linear(args.hidden_size, args.vocab_size, bias=False)
         if args.num_nextn_predict_layers:
             self.mtp = MTPHead(args)
+            self.model._split_head = self.mtp.pipeline
 
     def __call__(self, inputs, cache=None, return_hidden: bool = False, input_embeddings=None):
         """Token ids [B, L] -> logits [B, L, V], or (logits, hidden [B, L, D]).
@@ -659,7 +717,7 @@ class Model(nn.Module):
         return (logits, hidden) if return_hidden else logits
 
     def make_cache(self) -> list[Any]:
-        """One cache a layer: sliding layers keep `sliding_window + 1` rows, the others all."""
+        """One cache for each layer of this rank: sliding layers keep `sliding_window + 1` rows, the others all."""
         return [RotatingKVCache(self.args.window) if layer.slides else KVCache() for layer in self.layers]
 
     def make_mtp_cache(self) -> list[Any]:
@@ -677,4 +735,4 @@ class Model(nn.Module):
 
     @property
     def layers(self):
-        return self.model.layers
+        return self.model.pipeline_layers

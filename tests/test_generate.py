@@ -9,6 +9,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -70,22 +71,22 @@ def server(folder: Path, log: Path):
         process = subprocess.Popen(list(map(str, command)), env=OFFLINE, stdout=out, stderr=subprocess.STDOUT)
     try:
         address = f"http://127.0.0.1:{port}"
-        wait_until_healthy(address, process, log)
+        wait_until_healthy(address, process, log.read_text)
         yield address
     finally:
         process.kill()
         process.wait()
 
 
-def wait_until_healthy(address: str, process: subprocess.Popen, log: Path, seconds: float = 90) -> None:
+def wait_until_healthy(address: str, process: subprocess.Popen, log: Callable[[], str], seconds: float = 90) -> None:
     end = time.monotonic() + seconds
     while True:
         try:
             with urllib.request.urlopen(f"{address}/health", timeout=5):
                 return
         except (urllib.error.URLError, ConnectionError, TimeoutError):
-            assert process.poll() is None, log.read_text()
-            assert time.monotonic() < end, log.read_text()
+            assert process.poll() is None, log()
+            assert time.monotonic() < end, log()
             time.sleep(0.1)
 
 

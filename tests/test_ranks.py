@@ -97,6 +97,22 @@ def test_evaluated_together(built, tmp_path):
     assert out == alone.stdout, err
 
 
+def test_smoke_together(built, tmp_path):
+    """The drafts of one process, and the record of rank 0 alone."""
+    build = Path(shutil.copytree(built(DEMO, "--recipe", "bf16"), tmp_path / "build"))
+    prompts, text = tmp_path / "prompts.jsonl", tmp_path / "text.txt"
+    prompts.write_text(json.dumps({"prompt": "This function returns the number of ", "raw": True}))
+    text.write_bytes((REFERENCE / "demo-heldout.txt").read_bytes()[:100])
+    args = ("smoke", build, "--prompts", prompts, "--text", text, "--tokens", 8, "--dtype", "float32", "--json")
+    alone = motif_convert(*args)
+    assert alone.returncode == 0, alone.stderr
+    out, err = launch.run(2, *args)
+    assert out, err
+    found, expected = (json.loads(x) | {"speed": None} for x in (out, alone.stdout))
+    assert found == expected
+    assert json.loads((build / "validation.json").read_text())["smoke"]["greedy"] == found["greedy"]
+
+
 @pytest.mark.parametrize("source", [TINY, DEMO], ids=lambda p: p.name)
 def test_fewer_shards_than_ranks(source, built, tmp_path):
     """A rank that has nothing to do."""

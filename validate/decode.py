@@ -4,6 +4,9 @@ A step processes the last token and K drafts at once, keeps the drafts that the 
 more, and takes the rejected rows back out of every cache. Right after an update of several rows a rotating
 cache still holds, in order, the window before the first of them; so rows can be cut off its end even when it
 has wrapped, which mlx-lm's own `trim` can't.
+
+Of a pipeline (`mlx_lm.utils.sharded_load`) every rank runs the same steps, and has to evaluate collectives in the
+same order: of what is evaluated at once, each has to depend on the one before.
 """
 
 import time
@@ -60,6 +63,8 @@ def take_back(caches: Iterable, rows: int) -> None:
 def branch(cache: RotatingKVCache) -> RotatingKVCache:
     """A copy to write chained drafts into; what it writes never shows in `cache`."""
     twin = copy(cache)
+    if cache.keys is None:  # of a head that another rank computes
+        return twin
     twin.keys, twin.values = mx.array(cache.keys), mx.array(cache.values)
     return twin
 
@@ -93,7 +98,8 @@ class Decoder:
             following = prompt[:, start + 1 : start + 1 + PREFILL_CHUNK]
             if self.drafts and following.shape[1]:
                 self._head(hidden[:, : following.shape[1]], following, self.head_cache[0])
-            mx.eval([c.state for c in (*self.cache, *self.head_cache)])
+            # `hidden` too, which every rank has: the head's cache, which rank 0 alone fills, depends on it.
+            mx.eval(hidden, [c.state for c in (*self.cache, *self.head_cache)])
         logits = self.model.lm_head(hidden[:, -1:])
         token = self._choose(logits)
         # What the head has not seen yet: hidden states, and the tokens after them.
@@ -149,6 +155,9 @@ class Decoder:
 
     def _step_with_drafts(self) -> list[int]:
         drafts, draft_logits = self._draft()
+        # In a pipeline the body's first transfer depends on nothing, and must not go before those of the drafts.
+        if getattr(self.model.model, "pipeline_size", 1) > 1:
+            mx.eval(drafts, draft_logits)
         hidden = self.model.model(mx.concatenate([self.last, drafts], axis=1), self.cache)
         logits = self.model.lm_head(hidden)
         confirmed, tokens = confirm(drafts, draft_logits, logits, self.temperature, self._next_key())

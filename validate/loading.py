@@ -56,16 +56,19 @@ def check_small_files(folder: Path) -> None:
             raise SourceError(f"{folder / name}: not the file that motif-convert wrote; verify says what changed")
 
 
-def load(folder: Path) -> tuple:
+def load(folder: Path, group=None) -> tuple:
     """`mlx_lm.load` of a build: model, tokenizer, config. The build's own `motif.py` is run.
 
+    Args:
+        group: mx.distributed.Group; of several ranks, each loads its own layers (`mlx_lm.utils.sharded_load`).
     Raises:
         SourceError: see `check_small_files`; no tokenizer; or mlx-lm can't load it, with its reason.
     """
     check_small_files(folder)
     if not has_tokenizer(folder):
         raise SourceError(f"{folder}: has no tokenizer, since its source has none; there is nothing to decode with")
-    from mlx_lm import load as mlx_load
+    from mlx_lm.utils import load as load_whole
+    from mlx_lm.utils import sharded_load
     from transformers.utils import logging
 
     logging.set_verbosity_error()  # transformers does not know the model type, and does not need to
@@ -73,6 +76,9 @@ def load(folder: Path) -> tuple:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             plain = {"trust_remote_code": False}  # of a tokenizer; `motif.py` is ours
-            return mlx_load(str(folder), plain, trust_remote_code=True, return_config=True)
+            if group is None or group.size() == 1:
+                return load_whole(str(folder), plain, trust_remote_code=True, return_config=True)
+            shared = {"tokenizer_config": plain, "trust_remote_code": True}
+            return sharded_load(str(folder), pipeline_group=group, return_config=True, **shared)
     except Exception as e:  # whatever a damaged build makes mlx, transformers or motif.py raise
         raise SourceError(f"{folder}: mlx-lm can't load it: {quoted(e)}") from None

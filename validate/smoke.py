@@ -60,18 +60,19 @@ class Build:
         return self.tokenizer.apply_chat_template(message, add_generation_prompt=True)
 
 
-def load_build(folder: Path, dtype: str | None = None) -> Build:
+def load_build(folder: Path, dtype: str | None = None, group=None) -> Build:
     """Loads a build with stock mlx-lm; its own `motif.py` is run.
 
     Args:
         dtype: "float32" upcasts all floats, for exact comparisons; None keeps them.
+        group: mx.distributed.Group; its ranks share the layers, and then run the same steps.
     Raises:
         SourceError: mlx-lm can't load it.
     """
     import mlx.core as mx
     from mlx.utils import tree_map
 
-    model, tokenizer, config = load(folder)
+    model, tokenizer, config = load(folder, group)
     if dtype == "float32":
 
         def upcast(array):
