@@ -10,8 +10,10 @@ demo: $(VENV)/.installed
 	rm -rf $(DEMO)
 	$(BIN)/motif-convert --source demo --bits 4.5 --keep-mtp-fp16 --out $(DEMO)
 
+# one more than processors: some tests wait more than they work
+WORKERS ?= $$(($$(getconf _NPROCESSORS_ONLN) + 1))
 test: $(VENV)/.installed-test
-	OPENBLAS_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
+	OPENBLAS_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

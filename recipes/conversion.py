@@ -83,10 +83,10 @@ def convert_source(
     show_plan(job, out, stream, say)
     if (begun := finished_shards(out)) is not None:
         say(f"Going on with an interrupted run: {begun} of {len(job.plan.shards)} shards are finished.")
-    check_space(job, out, stream)
+    check_space(job, out, stream, ranks)
     for reason, nbytes in left_to_mlx(job.plan).items():
         say(f"{human_bytes(nbytes)} of source go through mx.quantize, slowly and to the same bytes: {reason}.")
-    download = download_of(job, out, stream)
+    download = download_of(job, out, stream, ranks)
     downloaded = Progress(download.nbytes, "download") if download else None
     compared = Progress(job.source_bytes, "verify") if compare else None
     mine = [m for name in part_of(job.plan, ranks) for m in job.plan.shards[name]]

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..convert.fetch import blob_path
+from ..convert.parts import part_of
+from ..convert.ranks import ALONE, Ranks
 from ..convert.supply import Itinerary, itinerary, shard_needs
 from ..quantize.errors import OutputError
 from .pipeline import STREAMED, Job
@@ -35,11 +37,17 @@ class Download:
     here: int
 
 
-def download_of(job: Job, out: Path, stream: bool) -> Download | None:
-    """What has to be fetched; None for a local source."""
+def needs_of(job: Job, ranks: Ranks) -> dict[str, frozenset[str]]:
+    """`shard_needs` of this rank's part."""
+    mine = set(part_of(job.plan, ranks))
+    return {name: shards for name, shards in shard_needs(job.plan, job.checkpoint).items() if name in mine}
+
+
+def download_of(job: Job, out: Path, stream: bool, ranks: Ranks = ALONE) -> Download | None:
+    """What has to be fetched on this rank; None for a local source."""
     if not job.source.files:
         return None
-    needed = frozenset().union(*shard_needs(job.plan, job.checkpoint).values())
+    needed = frozenset().union(*needs_of(job, ranks).values())
     sizes = {name: job.source.files[name].size for name in needed}
     here = sum(min(_bytes_here(job, name, out / STREAMED if stream else None), size) for name, size in sizes.items())
     return Download(len(needed), sum(sizes.values()), here)
@@ -52,19 +60,27 @@ def _bytes_here(job: Job, name: str, into: Path | None) -> int:
     return max((p.stat().st_size for p in (*places, partial) if p.exists()), default=0)
 
 
-def itinerary_of(job: Job) -> Itinerary:
-    """The order of a streamed conversion, and what it needs."""
+def itinerary_of(job: Job, ranks: Ranks = ALONE) -> Itinerary:
+    """The order of this rank's part of a streamed conversion, and what it needs."""
     sizes = {name: file.size for name, file in job.source.files.items()}
     outputs = {name: sum(m.nbytes for m in modules) for name, modules in job.plan.shards.items()}
-    return itinerary(shard_needs(job.plan, job.checkpoint), sizes, outputs)
+    return itinerary(needs_of(job, ranks), sizes, outputs)
 
 
-def demands(job: Job, out: Path, stream: bool) -> list[Demand]:
-    """What a conversion into `out` will write, a disk at a time; what an interrupted run has written is not counted."""
+def demands(job: Job, out: Path, stream: bool, ranks: Ranks = ALONE) -> list[Demand]:
+    """What a conversion into `out` will write, a disk at a time; what an interrupted run has written is not counted.
+
+    Where ranks share the folder, this is what all of them write there.
+    """
     found = [p for p in out.rglob("*") if p.is_file() and not p.name.endswith(".partial")] if out.is_dir() else []
     there = sum(p.stat().st_size for p in found)
-    wanted = [(out, max(0, (itinerary_of(job).peak if stream else job.plan.total_bytes) - there))]
-    if not stream and (download := download_of(job, out, stream)):
+    mine = part_of(job.plan, ranks) if ranks.local else job.plan.shards
+    nbytes = sum(m.nbytes for name in mine for m in job.plan.shards[name])
+    if stream:
+        way = itinerary_of(job, ranks)
+        nbytes = nbytes + ranks.size * way.source_peak if ranks.several and not ranks.local else way.peak
+    wanted = [(out, max(0, nbytes - there))]
+    if not stream and (download := download_of(job, out, stream, ranks)):
         wanted.append((job.source.folder, download.nbytes - download.here))
     disks: dict[int, list[tuple[Path, int]]] = {}
     for folder, nbytes in wanted:
@@ -73,10 +89,10 @@ def demands(job: Job, out: Path, stream: bool) -> list[Demand]:
     return [Demand(d[0][0], sum(nbytes for _, nbytes in d), shutil.disk_usage(d[0][0]).free) for d in disks.values()]
 
 
-def check_space(job: Job, out: Path, stream: bool) -> None:
+def check_space(job: Job, out: Path, stream: bool, ranks: Ranks = ALONE) -> None:
     """Refuses a conversion that the disks can't hold. Raises OutputError."""
     hint = "" if stream or not job.source.files else "; --stream keeps few source shards at a time"
-    for demand in demands(job, out, stream):
+    for demand in demands(job, out, stream, ranks):
         _refuse_unmet(demand, hint)
 
 

@@ -5,6 +5,7 @@ import random
 import shutil
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import launch
@@ -136,10 +137,13 @@ def test_complete_already(source, whole, tmp_path):
 
 
 def ranks_of(launcher: int) -> list[psutil.Process]:
-    """The ranks' processes, by rank."""
-    found = [p for p in psutil.Process(launcher).children(recursive=True) if "MLX_RANK" in p.environ()]
-    started = {int(p.environ()["MLX_RANK"]): p for p in found if "watch" not in p.name()}
-    return [started[rank] for rank in sorted(started)]
+    """The ranks' processes, by rank; not what they start themselves."""
+    found = {}
+    for p in psutil.Process(launcher).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if rank := p.environ().get("MLX_RANK"):
+                found.setdefault(int(rank), p)
+    return [found[rank] for rank in sorted(found)]
 
 
 def test_ranks_killed_in_turn(source, whole, tmp_path):
@@ -147,21 +151,22 @@ def test_ranks_killed_in_turn(source, whole, tmp_path):
     rng, out, gone = random.Random(9), tmp_path / "out", 0
     for turn in range(10):
         process = converting(3, source, out)
-        while not (out / JOURNAL).exists() and process.process.poll() is None:
+        while len(ranks_of(process.process.pid)) < 3 and process.process.poll() is None:
             time.sleep(0.01)
-        time.sleep(rng.uniform(0, 0.4))
+        time.sleep(rng.uniform(0, 2))
         mortal = ranks_of(process.process.pid)
-        if len(mortal) == 3:
+        killed = len(mortal) == 3
+        if killed:
             mortal[turn % 3].kill()
             gone += 1
         started = time.monotonic()
         _, err = process.finish()
-        assert time.monotonic() - started < HANG, err
-        if not (out / "config.json").exists():
-            assert (out / JOURNAL).exists()
-        else:
+        assert not killed or time.monotonic() - started < HANG, err
+        if (out / "config.json").exists():
             assert differing(out, whole) == []
             shutil.rmtree(out)
+        elif out.exists():
+            assert (out / JOURNAL).exists() or not list(out.iterdir())
     assert gone >= 5
     _, err = converting(3, source, out).finish()
     assert differing(out, whole) == [], err

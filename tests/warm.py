@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from importlib import import_module
@@ -25,6 +25,7 @@ from pathlib import Path
 import trouble
 
 COMMAND = str(Path(sys.executable).with_name("motif-convert"))
+WITH_MODELS, WITHOUT = "with models", "without"  # kinds of servers
 MAX_MESSAGE = 1 << 18
 # Read when a library is imported: a run in which one of them is not the server's needs a process from the start.
 READ_AT_IMPORT = ("HF_", "HUGGING", "PYTHON", "NUMBA", "MLX", "OMP_", "OPENBLAS", "LD_", "MPL", "XDG_", "TRANSFORMERS")
@@ -33,17 +34,22 @@ READ_AT_IMPORT = ("HF_", "HUGGING", "PYTHON", "NUMBA", "MLX", "OMP_", "OPENBLAS"
 # --- the server ---
 
 
-def load() -> None:
-    """Imports what commands import, less mlx, whose threads do not outlive a fork, and loads the compiled kernels."""
+def load(kind: str) -> None:
+    """Imports what commands import, less mlx, whose threads do not outlive a fork, and loads the compiled kernels.
+
+    Those that load models import PyTorch too, with transformers: a fork of it all takes twice as long.
+    """
     import huggingface_hub  # noqa: F401
     import matplotlib.figure  # noqa: F401
     import numpy as np
-    import torch  # noqa: F401
+    import transformers.utils  # noqa: F401
     from motif_convert.quantize.kernels import affine_quantize
     from motif_convert.quantize.precision import Quantized
     from motif_convert.recipes import cli, pipeline, show, upload  # noqa: F401
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
 
+    if kind == WITH_MODELS:
+        import torch  # noqa: F401
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
     for bits in (4, 8):
         affine_quantize(np.zeros((1, 64), np.uint16), "BF16", Quantized("affine", bits, 64))
     assert not any(name.startswith("mlx") for name in sys.modules)
@@ -138,11 +144,11 @@ class Process:
 
 
 @cache
-def server() -> socket.socket:
-    """The socket of the server of this process; it ends with it."""
+def server(kind: str) -> socket.socket:
+    """The socket of a server of this process; it ends with it."""
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
-    process = subprocess.Popen([sys.executable, __file__], stdin=its, env=environment, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen([sys.executable, __file__, kind], stdin=its, env=environment, stdout=subprocess.DEVNULL)
     its.close()
     atexit.register(stop, process, ours)
     return ours
@@ -160,7 +166,7 @@ def serves(environment: dict[str, str]) -> bool:
     return sys.platform == "linux" and not any(k.startswith(READ_AT_IMPORT) for k in differs)
 
 
-def start(args: Iterable[object], environment: dict[str, str], cwd: Path | None, out, err, more=None) -> Process:
+def start(args: Sequence[object], environment: dict[str, str], cwd: Path | None, out, err, more=None) -> Process:
     """Starts the command.
 
     Args:
@@ -173,13 +179,19 @@ def start(args: Iterable[object], environment: dict[str, str], cwd: Path | None,
         cold = [sys.executable, __file__, json.dumps(request)] if more else request["args"]
         return subprocess.Popen(cold, env=environment, cwd=cwd, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
     ours, its = socket.socketpair()
-    socket.send_fds(server(), [json.dumps(request).encode()], [its.fileno(), out.fileno(), err.fileno()])
+    command = str(next(iter(args), "-"))
+    loads = command in ("eval", "smoke") or command.startswith("-")  # the command by itself makes text
+    socket.send_fds(
+        server(WITH_MODELS if loads else WITHOUT),
+        [json.dumps(request).encode()],
+        [its.fileno(), out.fileno(), err.fileno()],
+    )
     its.close()
     return Process(ours)
 
 
 def run(
-    args: Iterable[object], environment: dict[str, str], cwd: Path | None = None, timeout: float = 600, more=None
+    args: Sequence[object], environment: dict[str, str], cwd: Path | None = None, timeout: float = 600, more=None
 ) -> subprocess.CompletedProcess:
     """As `subprocess.run` of the command, with its output as text."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
@@ -196,10 +208,10 @@ def run(
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:
+    if sys.argv[1] not in (WITH_MODELS, WITHOUT):
         wanted = json.loads(sys.argv[1])
     else:
-        load()
+        load(sys.argv[1])
         wanted = serve(socket.socket(fileno=0))
     if wanted is not None:
         from motif_convert.recipes.cli import main
