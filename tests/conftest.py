@@ -12,6 +12,20 @@ import warm
 from motif_convert.convert.names import entries
 from motif_convert.quantize.kernels import f32_to_bf16
 
+# Files that take long are begun first, so that no worker is left with one of them in the end.
+LONG = (
+    "stream",
+    "publish",
+    "download",
+    "eval",
+    "ranks",
+    "pipeline",
+    "cli",
+    "engines",
+    "smoke",
+    "survival",
+    "acceptance",
+)
 REFERENCE = Path(__file__).resolve().parents[2] / "shared" / "reference"
 
 # A Motif-3 of other proportions than the real one, the tiny and the demo: keys to override as needed.
@@ -78,6 +92,10 @@ REAL_SIZES = {
     "n_dense_first_layers": 2,
     "sliding_window": 128,
 }
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in LONG)
 
 
 def random_weights(config: dict, seed: int = 0) -> dict[str, np.ndarray]:
