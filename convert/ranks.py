@@ -10,10 +10,11 @@ import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ..quantize.errors import MotifConvertError
+from .peers import Peer, neighbours
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,11 +31,13 @@ class Ranks:
         rank: from 0; rank 0 speaks, and writes what there is one of.
         size: how many there are.
         local: whether each keeps its own shards, in a folder of its own that the others do not see.
+        peers: the neighbours in mlx's ring.
     """
 
     rank: int = 0
     size: int = 1
     local: bool = False
+    peers: tuple[Peer, ...] = field(default=(), repr=False, compare=False)
 
     @property
     def several(self) -> bool:
@@ -72,7 +75,7 @@ class Ranks:
         import mlx.core as mx
         import numpy as np
 
-        with together():
+        with together(self.peers):
             total = mx.distributed.all_sum(mx.array(array), stream=mx.cpu)
             mx.eval(total)
         return np.array(total)
@@ -98,14 +101,14 @@ class Ranks:
             return
         import mlx.core as mx
 
-        with together():
+        with together(self.peers):
             yield mx.distributed.init()
 
     def _all_gather(self, array: "np.ndarray") -> "np.ndarray":
         import mlx.core as mx
         import numpy as np
 
-        with together():
+        with together(self.peers):
             every = mx.distributed.all_gather(mx.array(array), stream=mx.cpu)
             mx.eval(every)
         return np.array(every)
@@ -127,7 +130,7 @@ def join() -> Ranks:
 
         with together():
             group = mx.distributed.init()
-    return Ranks(group.rank(), group.size())
+    return Ranks(group.rank(), group.size(), peers=neighbours(group.rank(), group.size()))
 
 
 def launched() -> bool:
@@ -163,9 +166,11 @@ def _watched() -> Iterator[None]:
 
 
 @contextmanager
-def together() -> Iterator[None]:
+def together(peers: tuple[Peer, ...] = ()) -> Iterator[None]:
     """While this process waits for others in mlx, which no Python handler can interrupt, a signal ends it at once.
 
+    Args:
+        peers: whose connections say which rank is gone.
     Raises:
         MotifConvertError: another rank is gone.
     """
@@ -178,7 +183,8 @@ def together() -> Iterator[None]:
                 signal.signal(number, signal.SIG_DFL)
         yield
     except RuntimeError as e:
-        raise MotifConvertError(f"another rank is gone, or can't be reached: {e}") from None
+        gone = next((peer for peer in peers if peer.gone), None)
+        raise MotifConvertError(f"{gone or 'another rank'} is gone, or can't be reached: {e}") from None
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)

@@ -187,6 +187,36 @@ def test_one_process_goes_on_with_what_ranks_have_done(source, whole, tmp_path):
     assert {name: (out / name).stat().st_mtime_ns for name in done} == before
 
 
+# As the installed command, but rank 1's connections drop whatever arrives, as if its cable had been pulled.
+SILENT = """
+import ctypes, socket, struct
+from motif_convert.convert.ranks import Ranks
+from motif_convert.recipes.cli import main
+gather, SO_ATTACH_FILTER, BPF_RET = Ranks.gather, 26, 6
+drop = ctypes.create_string_buffer(struct.pack("HBBI", BPF_RET, 0, 0, 0))
+def silent(ranks, value):
+    for peer in ranks.peers if ranks.rank == 1 else ():
+        program = struct.pack("HP", 1, ctypes.addressof(drop))
+        peer.connection.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)
+    return gather(ranks, value)
+Ranks.gather = silent
+main()
+"""
+if sys.platform == "linux":
+
+    @pytest.mark.parametrize("ranks", [2, 3])
+    def test_a_host_that_falls_silent(ranks, tmp_path):
+        """It closes no connection, so nothing tells the others: they give it up after some seconds."""
+        out = tmp_path / "out"
+        command = [sys.executable, "-c", SILENT, "convert", "--source", DEMO, "--out", out]
+        process = launch.start(ranks, command)
+        _, err = process.finish(launch.SECONDS / 2)
+        lines = [line for line in err.splitlines() if line.startswith("motif-convert: error: rank ")]
+        assert lines, err
+        assert all("(127.0.0.1) is gone, or can't be reached" in line for line in lines)
+        assert not out.exists()
+
+
 def each(*commands: str) -> list[str]:
     """A command line of its own for each rank."""
     cases = " ".join(f"{rank}) exec {command};;" for rank, command in enumerate(commands))
