@@ -5,7 +5,10 @@ import os
 import platform
 import shutil
 import subprocess
+from importlib.util import cache_from_source
 from pathlib import Path
+from py_compile import PycInvalidationMode
+from py_compile import compile as compile_file
 
 import numpy as np
 import pytest
@@ -16,6 +19,7 @@ TINY, DEMO = REFERENCE / "tiny-motif3", REFERENCE / "demo-motif3"
 SHARD, JOURNAL = "model-00001-of-00001.safetensors", ".motif-convert.json"
 SMALL_FILES = ("motif.py", "README.md", "config.json", "motif-convert.json", "model.safetensors.index.json")
 SECONDS = 5
+SMOKE = ("smoke", "--tokens", 4, "--prompts", "prompts.jsonl", "--text", "text.txt")
 
 
 def quickly(*args: object, cwd: Path | None = None) -> subprocess.CompletedProcess:
@@ -306,3 +310,18 @@ def test_a_reader_that_goes_away_hides_no_failure(built, tmp_path):
     data.tofile(out / SHARD)
     line = '"$M" verify "$OUT" --source "$TINY" | true; exit ${PIPESTATUS[0]}'
     assert shell(line, TINY=TINY, OUT=out) == 1
+
+
+@pytest.mark.parametrize("command", [SMOKE, ("eval", "--tokens", 8)], ids=lambda c: c[0])
+def test_a_compiled_motif_is_not_run(command, built, tmp_path):
+    """Python would take it for the code of the `motif.py` beside it, whose hash is right."""
+    build, ran = Path(shutil.copytree(built(DEMO, "--recipe", "bf16"), tmp_path / "build")), tmp_path / "ran"
+    cached = Path(cache_from_source(str(build / "motif.py")))
+    cached.parent.mkdir()
+    (tmp_path / "motif.py").write_text(f"open({str(ran)!r}, 'w')\nraise SystemExit(3)\n")
+    compile_file(tmp_path / "motif.py", cached, invalidation_mode=PycInvalidationMode.UNCHECKED_HASH)
+    (tmp_path / "text.txt").write_text("def f(x):")
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "def f(x):", "raw": True}))
+    result = motif_convert(command[0], build, "--source", DEMO, *command[1:], cwd=tmp_path)
+    assert result.returncode in (0, 1), result.stderr
+    assert not ran.exists()

@@ -10,6 +10,8 @@ import subprocess
 import sys
 from math import prod
 from pathlib import Path
+from py_compile import PycInvalidationMode
+from py_compile import compile as compile_file
 
 import mlx.core as mx
 import numpy as np
@@ -953,7 +955,17 @@ def test_files_that_others_leave_are_no_fault(spoiled, small):
         (spoiled.folder / name).write_text("{}")
     for name in (".git", ".cache", "__pycache__"):
         (spoiled.folder / name).mkdir()
+    compile_file(spoiled.folder / "motif.py", invalidation_mode=PycInvalidationMode.TIMESTAMP)
     assert verify(spoiled.folder, small).passed
+
+
+@pytest.mark.parametrize("mode", [PycInvalidationMode.UNCHECKED_HASH, PycInvalidationMode.CHECKED_HASH])
+def test_compiled_files_that_python_does_not_leave(spoiled, small, mode):
+    """It would run them, though `motif.py` is another."""
+    compile_file(spoiled.folder / "motif.py", invalidation_mode=mode)
+    (problem,) = verify(spoiled.folder, small).problems
+    assert "__pycache__/motif." in problem
+    assert "remove it" in problem
 
 
 def test_copied_files_are_the_sources(copy):

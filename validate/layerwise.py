@@ -19,6 +19,7 @@ from mlx_lm.models.base import create_attention_mask, create_causal_mask
 from ..convert.ranks import ALONE, Ranks
 from ..quantize.errors import SourceError
 from .dense import EXPERTS, Dense
+from .loading import compiled_anew
 from .mixture import call, mixture
 from .products import mlx_multiplies, product
 from .side import Passed
@@ -56,7 +57,8 @@ def module_of(path: Path) -> ModuleType:
     spec = spec_from_file_location("motif_of_build", path)
     module = module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        with compiled_anew():
+            spec.loader.exec_module(module)
     except Exception as e:
         raise SourceError(f"{path}: can't be run: {type(e).__name__}: {e}") from None
     fast = SimpleNamespace(**vars(mx.fast) | {"scaled_dot_product_attention": attention})

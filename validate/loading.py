@@ -1,8 +1,11 @@
 """A build loaded by an unmodified mlx-lm, in quiet, and only if it is what motif-convert wrote."""
 
 import hashlib
+import os
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from ..convert.checkpoint import read_json, read_whole
@@ -56,6 +59,20 @@ def check_small_files(folder: Path) -> None:
             raise SourceError(f"{folder / name}: not the file that motif-convert wrote; verify says what changed")
 
 
+@contextmanager
+def compiled_anew() -> Iterator[None]:
+    """While a build's `motif.py` is imported: Python neither runs nor leaves a `__pycache__`.
+
+    One that came with a build need not be of the `motif.py` beside it, whose hash alone is known.
+    """
+    before = sys.pycache_prefix, sys.dont_write_bytecode
+    sys.pycache_prefix, sys.dont_write_bytecode = os.devnull, True
+    try:
+        yield
+    finally:
+        sys.pycache_prefix, sys.dont_write_bytecode = before
+
+
 def load(folder: Path, group=None) -> tuple:
     """`mlx_lm.load` of a build: model, tokenizer, config. The build's own `motif.py` is run.
 
@@ -73,7 +90,7 @@ def load(folder: Path, group=None) -> tuple:
 
     logging.set_verbosity_error()  # transformers does not know the model type, and does not need to
     try:
-        with warnings.catch_warnings():
+        with compiled_anew(), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             plain = {"trust_remote_code": False}  # of a tokenizer; `motif.py` is ours
             if group is None or group.size() == 1:

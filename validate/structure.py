@@ -19,6 +19,7 @@ from .provenance import one_line
 WRITTEN = (INDEX, "config.json", MODEL_FILE, CARD)  # beside the shards, and what is copied
 EVIDENCE = ("validation.json", "validation.png")  # made by verify and smoke, after motif-convert.json
 RENEWED = {f".{name}.partial" for name in (PROVENANCE, CARD, *EVIDENCE)}  # of a kill; written again in time
+PYCACHE = "__pycache__"
 NONE: Mapping[str, int] = MappingProxyType({})
 MOST = 20  # lines about one kind of fault
 
@@ -37,7 +38,8 @@ def check_files(out: Path, files: dict[str, Written] | None, elsewhere: Mapping[
     """Files that are missing, of another size, or that motif-convert.json does not list.
 
     Files whose names begin with a dot, such as those that Git, the Hub and macOS leave, are no part of a model, and
-    neither is Python's `__pycache__`; but a conversion's own journal and unfinished files mean that it did not end.
+    neither is a `__pycache__` as Python leaves it; but a conversion's own journal and unfinished files mean that it
+    did not end.
 
     Args:
         files: as motif-convert.json lists them; None if that is not known.
@@ -58,19 +60,26 @@ def check_files(out: Path, files: dict[str, Written] | None, elsewhere: Mapping[
             problems.append(f"{JOURNAL}: the journal of a conversion that has not finished; run the same command again")
         elif path.name in RENEWED:
             continue
+        elif path.name == PYCACHE:
+            problems += _compiled(path)
         elif path.name.startswith(".") and path.name.endswith(".partial"):
             problems.append(f"{path.name}: left over from a conversion that was interrupted; remove it")
-        elif (
-            files is None
-            or path.name in files
-            or path.name in (PROVENANCE, *EVIDENCE, "__pycache__")
-            or path.name.startswith(".")
-        ):
+        elif files is None or path.name in files or path.name in (PROVENANCE, *EVIDENCE) or path.name.startswith("."):
             continue
         elif path.name.endswith(".safetensors"):
             problems.append(f"{path.name}: a stray shard, not listed in {PROVENANCE}; loaders read it: remove it")
         else:
             problems.append(f"{path.name}: not listed in {PROVENANCE}; remove it")
+    return problems
+
+
+def _compiled(folder: Path) -> list[str]:
+    """Compiled files that Python runs whatever the source's time and size are. It writes none itself: see PEP 552."""
+    problems = []
+    for path in sorted(folder.glob("*.pyc")):
+        if path.is_file() and any(path.read_bytes()[4:8]):  # 4 bytes of magic, 4 of flags
+            name = quoted(f"{PYCACHE}/{path.name}")
+            problems.append(f"{name}: not as Python leaves it, and loaders run it instead of its source: remove it")
     return problems
 
 
