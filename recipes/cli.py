@@ -256,8 +256,10 @@ def upload(ctx, folder, repo, private, create_pr, revision, force, dry_run, as_j
 def main() -> None:
     """Entry point: runs a command, and turns what a user can mend into one line."""
     from ..quantize.errors import CheckError, MotifConvertError
+    from ..validate.pytorch import keep_out
 
     be_sturdy()
+    keep_out()
     context = None
     try:
         # Not cli.main(): it ends a broken pipe with exit code 1, whatever standalone_mode says.

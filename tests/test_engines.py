@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -85,9 +83,9 @@ def test_what_the_second_engine_does_not_do(options, word, copied):
     assert word in result.stderr.splitlines()[-1]
 
 
-def test_without_pytorch(copied):
-    command = "import sys; sys.modules['torch'] = None; from motif_convert.recipes.cli import main; main()"
-    args = ("eval", copied(DEMO), "--source", DEMO, "--engine", "torch", "--tokens", "20")
-    result = subprocess.run([sys.executable, "-c", command, *map(str, args)], capture_output=True, text=True)
+def test_without_pytorch(copied, tmp_path):
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('No module named torch')")
+    args = ("eval", copied(DEMO), "--source", DEMO, "--engine", "torch", "--tokens", 20)
+    result = motif_convert(*args, env={"PYTHONPATH": str(tmp_path)})
     assert result.returncode == 2
     assert "pip install 'motif-convert[torch]'" in result.stderr.splitlines()[-1]

@@ -37,8 +37,11 @@ READ_AT_IMPORT = ("HF_", "HUGGING", "PYTHON", "NUMBA", "MLX", "OMP_", "OPENBLAS"
 def load(kind: str) -> None:
     """Imports what commands import, less mlx, whose threads do not outlive a fork, and loads the compiled kernels.
 
-    Those that load models import PyTorch too, with transformers: a fork of it all takes twice as long.
+    Those that load models import more of transformers too.
     """
+    from motif_convert.validate.pytorch import keep_out
+
+    keep_out()
     import huggingface_hub  # noqa: F401
     import matplotlib.figure  # noqa: F401
     import numpy as np
@@ -48,7 +51,6 @@ def load(kind: str) -> None:
     from motif_convert.recipes import cli, pipeline, show, upload  # noqa: F401
 
     if kind == WITH_MODELS:
-        import torch  # noqa: F401
         from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
     for bits in (4, 8):
         affine_quantize(np.zeros((1, 64), np.uint16), "BF16", Quantized("affine", bits, 64))

@@ -36,6 +36,7 @@ from .layerwise import MlxSide, module_of
 from .layout import Comparison
 from .loading import check_small_files
 from .mixture import dismiss, serve
+from .pytorch import let_in
 from .side import Passed, Side
 from .structure import check_tensors, read_shards
 from .verify import what_it_should_be
@@ -125,6 +126,7 @@ def _sides(
         source = MlxSide(ours, ours.ModelArgs.from_dict(checkpoint.config), true, dtype, ranks, "source")
         return {"source": source, "build": MlxSide(theirs, args, mine, dtype, ranks, "build")}
     try:
+        let_in()
         from .torch_side import TorchSide
     except ImportError as e:
         raise SourceError(f"--engine torch needs PyTorch: pip install 'motif-convert[torch]' ({e})") from None
