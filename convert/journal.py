@@ -10,6 +10,7 @@ from pathlib import Path
 from ..quantize.errors import CheckError, OutputError, SourceError
 from .checkpoint import read_json
 from .plan import Plan
+from .ranks import TOKEN
 from .shards import Written, as_json, write_file
 
 JOURNAL = ".motif-convert.json"
@@ -205,15 +206,12 @@ def part_of_run(out: Path) -> Iterator[None]:
     """Another rank's stay in the folder that rank 0 has opened with `share_run`.
 
     Raises:
-        OutputError: the folder is not here: it is not on storage that all ranks share.
+        OutputError: it can't be opened here.
     """
     try:
         fd = os.open(out, os.O_RDONLY)
     except OSError as e:
-        raise OutputError(
-            f"{out}: rank 0 has made it, but here it can't be opened: {e.strerror}; --out must lie on storage that all "
-            "ranks share"
-        ) from None
+        raise OutputError(f"{out}: can't be opened: {e.strerror}") from None
     try:
         share_run(fd)
         yield
@@ -236,5 +234,6 @@ def check_unused(out: Path) -> None:
     if not os.access(above, os.W_OK | os.X_OK):
         raise OutputError(f"{out}: you may not write in {above}; choose another --out")
     begun = {JOURNAL, f".{JOURNAL}.partial"}  # the second alone: killed before the first was there
-    if out.is_dir() and not (out / JOURNAL).exists() and any(p.name not in begun for p in out.iterdir()):
+    found = {p.name for p in out.iterdir() if not p.name.startswith(TOKEN)} if out.is_dir() else set()
+    if JOURNAL not in found and found - begun:
         raise OutputError(f"{out}: is not empty, and nothing in it is overwritten; choose another --out")

@@ -5,21 +5,26 @@ All of it goes through `mx.distributed`. A process that was started alone is the
 
 import json
 import os
+import secrets
 import select
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..quantize.errors import MotifConvertError
+from ..quantize.errors import MotifConvertError, OutputError
 from .peers import Peer, neighbours
 
 if TYPE_CHECKING:
     import numpy as np
 
 JOIN_SECONDS = 40  # mlx gives up after 31 where it is refused
+SEEN_SECONDS = 5  # that storage may take to show one machine what another has written
+TOKEN = ".motif-convert.shared-"  # begins the name of a file that is there for a moment
 LAUNCHED = ("MLX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")  # set by mlx.launch, or by the mpirun that it starts
 
 
@@ -184,7 +189,9 @@ def together(peers: tuple[Peer, ...] = ()) -> Iterator[None]:
         yield
     except RuntimeError as e:
         gone = next((peer for peer in peers if peer.gone), None)
-        raise MotifConvertError(f"{gone or 'another rank'} is gone, or can't be reached: {e}") from None
+        raise MotifConvertError(
+            f"{gone or 'another rank'} is gone, or can't be reached ({e}); if it could, it has said why"
+        ) from None
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -206,3 +213,63 @@ def check_agreed(ranks: Ranks, facts: dict[str, object]) -> None:
                 f"rank {rank} ({theirs['host']}) has another {name} than rank 0 ({every[0]['host']}): "
                 f"{theirs[name]}, not {every[0][name]}"
             )
+
+
+def check_shared(ranks: Ranks, folder: Path) -> None:
+    """Refuses a folder that is another one, or none, on another rank.
+
+    Raises:
+        OutputError: naming the first rank that has another; or rank 0 may not write there.
+    """
+    seen = _see_token(ranks, folder, SEEN_SECONDS)
+    for rank, (there, host) in enumerate(seen):
+        if not there:
+            raise OutputError(
+                f"{folder}: on rank {rank} ({host}) it is not the folder of rank 0 ({seen[0][1]}); it must lie on "
+                "storage that all ranks share"
+            )
+
+
+def check_own(ranks: Ranks, folder: Path) -> None:
+    """Refuses a folder, which need not be there yet, that is the same one on another rank.
+
+    Raises:
+        OutputError: naming that rank; or rank 0 may not write there.
+    """
+    above = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.is_dir())
+    for rank, (there, host) in enumerate(_see_token(ranks, above, 0)):
+        if there and rank:
+            raise OutputError(
+                f"{folder}: rank {rank} ({host}) has the same folder as rank 0; --local is for ranks with folders of "
+                "their own: leave it out"
+            )
+
+
+def _see_token(ranks: Ranks, folder: Path, seconds: float) -> list[list]:
+    """Whether each rank sees, within some seconds, a file that rank 0 makes in a folder, and each rank's host."""
+    if not ranks.several:
+        return []
+    token, error = None, None
+    if ranks.first:
+        token = folder / f"{TOKEN}{secrets.token_hex(8)}"
+        try:
+            token.touch(exist_ok=False)
+        except OSError as e:
+            error = f"{folder}: rank 0 may not write there: {e.strerror}"
+    try:
+        name, error = ranks.told([token.name if token else None, error])
+        if error:
+            raise OutputError(error)
+        return ranks.gather([_appears(folder / name, seconds), socket.gethostname()])
+    finally:
+        if token:
+            token.unlink(missing_ok=True)
+
+
+def _appears(path: Path, seconds: float) -> bool:
+    until = time.monotonic() + seconds
+    while not path.exists():
+        if time.monotonic() >= until or not path.parent.is_dir():
+            return False
+        time.sleep(0.1)
+    return True

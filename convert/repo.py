@@ -26,7 +26,7 @@ from .losses import Losses, cast_modules, check_casts, requantization, requantiz
 from .nvfp4 import check_expert_scales
 from .parts import part_of
 from .plan import Plan
-from .ranks import ALONE, Ranks
+from .ranks import ALONE, Ranks, check_shared
 from .shards import Written, as_json, index_json, write_file
 from .stream import Inspection, write_shards
 from .supply import AtHand, Downloads
@@ -86,6 +86,8 @@ def write_repo(
     check_unused(out)
     origin = origin_of(source, checkpoint)
     with sole_run(out) as lock:
+        if not ranks.local:
+            check_shared(ranks, out)
         journal = open_journal(out, plan, version("motif-convert"), origin)
         try:
             supply.have(frozenset(checkpoint.tensors[s].shard for m in cast_modules(plan) for s in m.sources))
@@ -140,6 +142,7 @@ def _write_part(
 ) -> dict:
     """What a rank other than the first does of `write_repo`."""
     origin = origin_of(source, checkpoint)
+    check_shared(ranks, out)
     before = ranks.told()
     with part_of_run(out):
         journal = fresh_journal(out, plan, version("motif-convert"), origin, ranks.rank)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import click
 
-from ..convert.ranks import Ranks, check_agreed
-from .steps import NOT_ON_THE_HUB, SAID, checkpoint_bytes, fetch, join_ranks, open_source_of, renew_card, say, versions
+from ..convert.ranks import Ranks, check_agreed, check_shared
+from .steps import NOT_ON_THE_HUB, SAID, checkpoint_bytes, fetch, join_ranks, open_source_of, renew_card, say
 
 
 def check(
@@ -39,7 +39,7 @@ def check(
     if found and as_json:
         click.echo(json.dumps(found.as_dict(), indent=1))
     if found:
-        record_verification(folder, found.as_dict(), found.passed, job)
+        record_verification(folder, found.as_dict(), found.passed, job, local)
     return ranks.told(bool(found and found.passed))
 
 
@@ -92,6 +92,7 @@ def verify_streamed(folder: Path, source, checkpoint, workers: int | None, quiet
 def verify_with(ranks: Ranks, folder: Path, source, checkpoint, workers: int | None, stream: bool, quiet: bool):
     """`verify_build` of several ranks: rank 0 has the result. Returns the job too."""
     from ..convert.parts import part_of
+    from ..convert.repo import origin_of
     from ..validate.verify import verify_repo
     from . import pipeline
     from .progress import Progress
@@ -100,7 +101,10 @@ def verify_with(ranks: Ranks, folder: Path, source, checkpoint, workers: int | N
     if ranks.first:
         renew_card(folder, quiet=True)
     job = pipeline.job_of_build(folder, source, checkpoint)
-    check_agreed(ranks, versions() | {"plan of this build": job and job.plan.plan_hash})
+    facts = {"source": origin_of(source, checkpoint)["fingerprint"]}
+    check_agreed(ranks, facts | {"plan of this build": job and job.plan.plan_hash})
+    if not ranks.local:
+        check_shared(ranks, folder)
     if job is None:
         return (verify_repo(folder, checkpoint) if ranks.first else None), None  # says why, and compares nothing
     mine = [m for name in part_of(job.plan, ranks) for m in job.plan.shards[name]]
@@ -120,14 +124,19 @@ def verify_with(ranks: Ranks, folder: Path, source, checkpoint, workers: int | N
     return found, job
 
 
-def record_verification(folder: Path, result: dict, passed: bool, job=None) -> dict | None:
-    """Puts a verification into the build's evidence; where that fails, a failed check still counts for more."""
+def record_verification(folder: Path, result: dict, passed: bool, job=None, local: bool = False) -> dict | None:
+    """Puts a verification into the build's evidence; where that fails, a failed check still counts for more.
+
+    Args:
+        local: other ranks have folders, and so cards, of their own, which all stay the same.
+    """
     from ..quantize.errors import MotifConvertError
     from ..validate.evidence import record
 
     try:
         evidence = record(folder, "verify", result)
-        renew_card(folder)
+        if not local:
+            renew_card(folder)
         if passed and job:
             job.forget()
         if evidence["verify"] != result:

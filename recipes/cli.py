@@ -255,6 +255,7 @@ def upload(ctx, folder, repo, private, create_pr, revision, force, dry_run, as_j
 
 def main() -> None:
     """Entry point: runs a command, and turns what a user can mend into one line."""
+    from ..convert.ranks import launched
     from ..quantize.errors import CheckError, MotifConvertError
     from ..validate.pytorch import keep_out
 
@@ -270,11 +271,14 @@ def main() -> None:
     except click.exceptions.Exit as e:
         sys.exit(e.exit_code)
     except click.ClickException as e:
-        e.show()
+        if launched():
+            say_error(e.format_message())
+        else:
+            e.show()
         sys.exit(2)
     except (click.Abort, KeyboardInterrupt) as e:
         if SAID not in e.args:
-            say("Interrupted.")
+            say("Stopped with the other ranks; the same command goes on." if launched() else "Interrupted.")
         sys.stdout.flush()
         os._exit(INTERRUPTED)  # not after what threads still wait for
     except BrokenPipeError:

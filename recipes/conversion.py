@@ -5,8 +5,8 @@ from pathlib import Path
 
 import click
 
-from ..convert.ranks import ALONE, Ranks, check_agreed
-from .steps import NOT_ON_THE_HUB, SAID, mtp_of, recipe_of, renew_card, rewrite_card, say, say_kept, versions
+from ..convert.ranks import ALONE, Ranks, check_agreed, check_own
+from .steps import NOT_ON_THE_HUB, SAID, mtp_of, recipe_of, renew_card, rewrite_card, say, say_kept
 
 
 def convert_source(
@@ -60,6 +60,8 @@ def convert_source(
     if stream and not job.source.files:
         raise click.UsageError(NOT_ON_THE_HUB)
     agree(ranks, job, finished)
+    if ranks.local:
+        check_own(ranks, out)
     wrong = []
     if finished and (ranks.first or ranks.local):
         renew_card(out, quiet=True)
@@ -129,7 +131,7 @@ def agree(ranks: Ranks, job, finished: bool) -> None:
     from ..convert.repo import origin_of
 
     if ranks.several:
-        facts = versions() | {"recipe": job.plan.recipe.name}
+        facts = {"recipe": job.plan.recipe.name}
         facts |= {"MTP policy": job.plan.mtp, "source": origin_of(job.source, job.checkpoint)["fingerprint"]}
         facts |= {"plan": job.plan.plan_hash}
         if not ranks.local:

@@ -139,7 +139,7 @@ def eval_options(command: Callable) -> Callable:
             ),
             click.option(
                 "--temperature",
-                type=Finite(0, min_open=True),
+                type=Finite(0.01, 100),
                 default=0.8,
                 show_default=True,
                 help="Of the expected acceptance.",

@@ -4,7 +4,7 @@ import hashlib
 import shutil
 from collections.abc import Callable, Iterable
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from importlib.resources import as_file, files
 from pathlib import Path
@@ -242,6 +242,9 @@ def verify_together(
 ) -> Verification | None:
     """Checks a build as `verify_repo` does, each rank a part of the shards; rank 0 has the result.
 
+    Where each rank has a folder of its own, problems of a shard name the rank; of several that hold it, one that is at
+    fault.
+
     Args:
         job: as `job_of_build` has it.
         stream: hold a Hub source's shards only as long as they are needed.
@@ -263,12 +266,22 @@ def verify_together(
         tensors = {name: _tensors(folder / name) for name in compared.of} if ranks.local else {}
         elsewhere: dict[str, list[TensorInfo]] = {}
         found = {name: one.as_dict() for name, one in compared.of.items()}
-        for theirs, headers in ranks.gather([found, tensors]):
-            compared.of |= {name: Compared.of(one) for name, one in theirs.items()}
+        recorded = read_provenance(folder).files if ranks.local else {}
+        holders: dict[str, int] = {}
+        for rank, (theirs, headers) in enumerate(ranks.gather([found, tensors])):
+            for name, one in ((name, Compared.of(one)) for name, one in theirs.items()):
+                known = holders.get(name)
+                if known is None or not (one.passed and name in recorded and one.sha256 == recorded[name].sha256):
+                    compared.of[name], holders[name] = one, rank
             elsewhere |= {name: [_tensor(t) for t in every] for name, every in headers.items() if name not in mine}
-        if ranks.first:
-            return verify_repo(folder, checkpoint, workers=workers, compared=compared, fresh=True, elsewhere=elsewhere)
-        return None
+        if not ranks.first:
+            return None
+        result = verify_repo(folder, checkpoint, workers=workers, compared=compared, fresh=True, elsewhere=elsewhere)
+        if not ranks.local:
+            return result
+        named = {f"{name}:": f"rank {rank}: {name}:" for name, rank in holders.items()}
+        parted = (p.partition(" ") for p in result.problems)
+        return replace(result, problems=[named.get(file, file) + space + rest for file, space, rest in parted])
 
 
 def _tensors(shard: Path) -> list[dict]:

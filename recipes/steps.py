@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from ..convert.ranks import ALONE, Ranks, check_agreed, join, name_of_rank
+from ..convert.ranks import ALONE, Ranks, check_agreed, check_shared, join, name_of_rank
 
 SAID = "said"  # of an interruption
 MOST_TORCH = 1024  # tokens; it is the slow engine
@@ -87,7 +87,7 @@ def smoke_build(folder: Path, minimum: float | None, ranks: Ranks = ALONE, quiet
         if options["compare_mtp"]:
             raise click.UsageError("--compare-mtp is for one process")
         check_is_build(folder)
-        check_agreed(ranks, versions() | {"build": read_provenance(folder).made["plan_hash"]})
+        check_agreed(ranks, {"build": read_provenance(folder).made["plan_hash"]})
     evidence = run(folder, minimum, say, ranks=ranks, **options)
     if ranks.first:
         renew_card(folder)
@@ -117,7 +117,9 @@ def evaluate_build(
         tokens = MOST_TORCH // 2 if tokens is None else tokens
         if tokens > MOST_TORCH:
             raise click.UsageError(f"--engine torch is a second opinion on {MOST_TORCH} tokens at most; give --tokens")
+    from ..convert.repo import origin_of
     from ..validate.corpus import make_corpus, read_texts
+    from ..validate.eval_state import forget
     from ..validate.evaluation import evaluate, gated, memory_needed, parameters_of
     from ..validate.evidence import record
     from ..validate.loading import encoder
@@ -125,21 +127,29 @@ def evaluate_build(
     from .show import human_bytes
 
     parameters = parameters_of(folder, checkpoint)
-    check_agreed(ranks, versions() | {"plan of this build": parameters.plan.plan_hash})
+    if ranks.several:
+        facts = {
+            "source": origin_of(origin, checkpoint)["fingerprint"],
+            "plan of this build": parameters.plan.plan_hash,
+        }
+        check_agreed(ranks, facts | {f"--{name}": value for name, value in options.items()})
+        check_shared(ranks, folder)
     encode, vocabulary = encoder(folder), checkpoint.config["vocab_size"]
     if encode is None:
         say("The source has no tokenizer: the bytes of the text stand for tokens.")
     encode = encode or (lambda t: [b % vocabulary for b in t.encode()])
     corpus = make_corpus(read_texts(text), encode, vocabulary, window, tokens)
+    check_agreed(ranks, {"text": corpus.digest})
+    *windows, single = corpus.batches
     say(
-        f"{corpus.count:,} tokens in {sum(map(len, corpus.batches)):,} windows; about "
+        f"{sum(b.size for b in windows):,} tokens in {sum(map(len, windows)):,} windows, {single.size} alone; about "
         f"{human_bytes(memory_needed(checkpoint, corpus, options['dtype'], options['engine']))} of memory."
     )
     sources = 2 if options["engine"] == "torch" else 1
     total = sources * checkpoint_bytes(checkpoint) + sum(p.stat().st_size for p in folder.glob("*.safetensors"))
     progress = Progress(total, "eval")
     try:
-        result = evaluate(
+        result, kept = evaluate(
             folder, origin, checkpoint, parameters, corpus, say=say, progress=progress, ranks=ranks, **options
         )
     except KeyboardInterrupt:
@@ -151,6 +161,7 @@ def evaluate_build(
         return None
     result = gated(result, max_kl, min_top1)
     record(folder, "eval_torch" if options["engine"] == "torch" else "eval", result)
+    forget(kept)
     renew_card(folder)
     return result
 
@@ -209,7 +220,7 @@ def mtp_of(mtp: str | None, keep_mtp_fp16: bool) -> str | None:
 
 
 def join_ranks(local: bool = False) -> Ranks:
-    """This process among those of mlx.launch; of several only rank 0 speaks, but for errors.
+    """This process among those of mlx.launch, which run the same; of several only rank 0 speaks, but for errors.
 
     Args:
         local: see `Ranks`.
@@ -217,14 +228,11 @@ def join_ranks(local: bool = False) -> Ranks:
     ranks = replace(join(), local=local)
     if local and not ranks.several:
         raise click.UsageError("--local is for several ranks, which mlx.launch starts")
+    facts = {f"version of {name}": importlib.metadata.version(name) for name in ("motif-convert", "mlx")}
+    check_agreed(ranks, facts | {"command": click.get_current_context().info_name})
     if not ranks.first:
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115, it stays open
     return ranks
-
-
-def versions() -> dict[str, str]:
-    """What ranks have to agree on before all else."""
-    return {f"version of {name}": importlib.metadata.version(name) for name in ("motif-convert", "mlx")}
 
 
 def say(text: str) -> None:

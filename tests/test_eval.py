@@ -3,10 +3,12 @@
 import hashlib
 import json
 import shutil
+import subprocess
 import tempfile
 import time
 from pathlib import Path
 
+import launch
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -210,6 +212,22 @@ def test_the_layer_at_fault_is_named(tensor, edit, layer, bits, copied):
     assert named[0].startswith(f"SUSPECT: layer {layer} ")
 
 
+@pytest.mark.parametrize(
+    ("tensor", "what"),
+    [
+        ("model.layers.3.self_attn.wo.scales", "layer 3"),
+        ("lm_head.scales", "the output head"),
+        ("mtp.final_layernorm.weight", "the MTP head"),
+    ],
+)
+def test_what_gives_nan_is_named(tensor, what, copied):
+    out = copied(DEMO)
+    damage(out, tensor, lambda array: array.view(np.uint16).__setitem__(..., 0x7FFF))
+    result = motif_convert("eval", out, "--source", DEMO, "--tokens", 60, "--json")
+    assert result.returncode == 1, result.stderr
+    assert result.stderr.splitlines()[-1].startswith(f"motif-convert: error: {what} of the build gives NaN")
+
+
 def test_a_shifted_window_is_named(copied):
     """The build's own motif.py is run: its first sliding layer is the first to differ."""
     out = copied(DEMO, "--recipe", "bf16")
@@ -280,6 +298,44 @@ def test_a_damaged_state_is_not_gone_on_with(copied, home, tmp_path):
     assert "Going on" not in again.stderr
 
 
+@pytest.mark.parametrize("edit", [("error", 9.0), ("local", None), ("kind", "x")], ids=str)
+def test_an_edited_state_is_not_gone_on_with(edit, copied, home, tmp_path):
+    out = copied(DEMO)
+    args = ["eval", out, "--source", DEMO, "--tokens", 60, "--json"]
+    killed_at("state.json", args, home)
+    (path,) = (tmp_path / "home").rglob("state.json")
+    record = json.loads(path.read_text())
+    key, value = edit
+    record["layers"]["build"][0][key] = value
+    path.write_text(json.dumps(record))
+    again = motif_convert(*args, env=home)
+    assert again.returncode == 0, again.stderr
+    assert "Going on" not in again.stderr
+
+
+def test_no_room_for_the_state(copied, home, tmp_path):
+    command = [launch.COMMAND, "eval", copied(DEMO), "--source", DEMO, "--tokens", 200]
+    line = f"ulimit -f 64; exec {' '.join(map(str, command))}"
+    environment = environment_with({"HF_HUB_OFFLINE": "1"} | home)
+    result = subprocess.run(["bash", "-c", line], env=environment, capture_output=True, text=True)
+    assert result.returncode == 2, result.stderr
+    assert "set HF_HOME to a disk that has it" in result.stderr.splitlines()[-1]
+    assert not list((tmp_path / "home").rglob("streams*"))
+
+
+def test_a_result_that_can_not_be_recorded_is_not_lost(copied, home, tmp_path):
+    """The streams of the last layer stay, so that the same command only has to record."""
+    out = copied(DEMO)
+    (out / "validation.json").mkdir()
+    args = ["eval", out, "--source", DEMO, "--tokens", 60]
+    assert motif_convert(*args, env=home).returncode == 2
+    (out / "validation.json").rmdir()
+    again = motif_convert(*args, env=home)
+    assert again.returncode == 0, again.stderr
+    assert "Going on after layer 5" in again.stderr
+    assert not list((tmp_path / "home").rglob("streams*"))
+
+
 def test_another_source(copied, small):
     out = copied(DEMO)
     result = motif_convert("eval", out, "--source", small)
@@ -297,9 +353,20 @@ def test_text_that_is_none(content, copied, tmp_path):
     assert result.stderr.splitlines()[-1].startswith("motif-convert: error: ")
 
 
-def test_lines_without_text(copied, tmp_path):
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"txt": "wrong"}',
+        r'{"text": "\ud800 is half a character"}',
+        r'{"text": "right", "name": "\ud800"}',
+        r'{"text": "right", "name": "two\nlines"}',
+        "[" * 200_000,
+    ],
+    ids=["no text", "a surrogate", "a surrogate in a name", "a newline in a name", "endless nesting"],
+)
+def test_lines_without_text(line, copied, tmp_path):
     path = tmp_path / "mine.jsonl"
-    path.write_text('{"text": "right"}\n{"txt": "wrong"}\n')
+    path.write_text('{"text": "right"}\n' + line + "\n")
     result = motif_convert("eval", copied(DEMO), "--source", DEMO, "--text", path)
     assert result.returncode == 2
     assert "mine.jsonl, line 2" in result.stderr
@@ -318,6 +385,13 @@ def test_every_text_gives_its_share():
     assert len(corpus.judged) == 36 - 5
     assert (corpus.slices == "").sum() == 2
     assert corpus.tokens_per_byte == {"a": 1, "b": 1}
+
+
+@pytest.mark.parametrize("most", [2, 3, 10, 47])
+def test_no_more_tokens_than_asked_for(most):
+    texts = {str(i): "x" * 30 for i in range(20)}
+    corpus = make_corpus(texts, lambda t: list(t.encode()), 256, 10, most)
+    assert 0 < sum(b.size for b in corpus.batches[:-1]) <= most
 
 
 def test_texts_that_ship():

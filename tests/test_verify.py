@@ -1021,7 +1021,7 @@ def test_an_unfinished_build(spoiled, small):
     assert not result.passed
     assert any("has not finished" in p for p in result.problems)
     (spoiled.folder / PROVENANCE).unlink()
-    with pytest.raises(SourceError, match="an interrupted run; run the same command again to finish it"):
+    with pytest.raises(SourceError, match="an unfinished build; run the command that makes it again"):
         verify(spoiled.folder, small)
 
 

@@ -1,5 +1,6 @@
 """What two models are compared on: texts, cut into windows of tokens, and single tokens."""
 
+import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,6 +35,11 @@ class Corpus:
     def count(self) -> int:
         return sum(b.size for b in self.batches)
 
+    @property
+    def digest(self) -> str:
+        """A hex sha256 of the tokens and how they are cut."""
+        return hashlib.sha256(json.dumps([b.tolist() for b in self.batches]).encode()).hexdigest()
+
     @cached_property
     def targets(self) -> np.ndarray:
         """The token after each position, all windows one after the other; -1 at the last of a window."""
@@ -59,7 +65,7 @@ def read_texts(path: Path | None) -> dict[str, str]:
     Raises:
         SourceError: naming the file and the line.
     """
-    name = "eval.jsonl" if path is None else path.name
+    name = "eval.jsonl" if path is None else str(path)
     raw = (files(__package__) / name).read_bytes() if path is None else read_whole(path, MAX_TEXT_BYTES)
     try:
         text = raw.decode("utf-8")
@@ -74,9 +80,10 @@ def read_texts(path: Path | None) -> dict[str, str]:
         try:
             entry = json.loads(line)
             content, label = entry["text"], entry.get("name", "text")
-            if not (isinstance(content, str) and isinstance(label, str) and label):
+            content.encode()  # a lone surrogate is no text
+            if not (isinstance(content, str) and isinstance(label, str) and label and label.isprintable()):
                 raise ValueError
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise SourceError(f'{name}, line {number}: needs {{"text": "..."}}, and may have "name": "..."') from None
         texts[label] = texts[label] + "\n" + content if label in texts else content
     return texts
@@ -91,13 +98,15 @@ def make_corpus(
         SourceError: no text makes a window of two tokens, or a token is not in the vocabulary.
     """
     taken: list[tuple[str, list[int]]] = []
-    rates = {}
+    rates, left = {}, most
     for name, text in texts.items():
         tokens = encode(text)
         if any(not 0 <= t < vocabulary for t in tokens):
             raise SourceError(f"the tokenizer gives a token that config.json's vocab_size {vocabulary} does not have")
         rates[name] = len(tokens) / max(1, len(text.encode()))
-        tokens = tokens if most is None else tokens[: max(2, most // len(texts))]
+        if most is not None:
+            tokens = tokens[: min(left, max(2, most // len(texts)))]
+            left -= len(tokens)
         cut = (tokens[i : i + window] for i in range(0, len(tokens), window))
         taken += [(name, w) for w in cut if len(w) > 1]
     if not taken:

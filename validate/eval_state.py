@@ -1,5 +1,6 @@
 """Where an evaluation stands, and how it is kept on the disk between two layers."""
 
+import hashlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -8,6 +9,7 @@ import mlx.core as mx
 
 from ..convert.hub import private_folder
 from ..convert.shards import sha256_of
+from ..quantize.errors import OutputError
 from .divergence import Layer
 
 
@@ -27,23 +29,41 @@ class State:
 
 
 def keep(folder: Path, state: State) -> None:
-    """Writes the streams, then, in one step, what says which they are and their hash."""
+    """Writes the streams, then, in one step, what says which they are and their hash.
+
+    Raises:
+        OutputError: the disk is full, or the folder can't be written.
+    """
     private_folder(folder)
-    path = folder / f"streams-{state.done}.safetensors"
+    path, partial = folder / f"streams-{state.done}.safetensors", folder / "state.json.partial"
     arrays = {f"{model}.{i}": a for model, every in state.streams.items() for i, a in enumerate(every)}
-    mx.save_safetensors(str(path), arrays)
     layers = {model: [asdict(layer) for layer in every] for model, every in state.layers.items()}
-    record = {"done": state.done, "sha256": sha256_of(path), "layers": layers}
-    partial = folder / "state.json.partial"
-    partial.write_text(json.dumps(record))
-    partial.replace(folder / "state.json")
+    try:
+        mx.save_safetensors(str(path), arrays)
+        record = {"done": state.done, "sha256": sha256_of(path), "layers": layers}
+        partial.write_text(json.dumps(record | {"digest": _digest(record)}))
+        partial.replace(folder / "state.json")
+    except (OSError, RuntimeError) as e:  # the second is mlx's
+        for unfinished in (path, partial):
+            unfinished.unlink(missing_ok=True)
+        reason = getattr(e, "strerror", None) or e
+        raise OutputError(
+            f"{folder}: what is kept between two layers could not be written: {reason}; make room, or set HF_HOME to a "
+            "disk that has it"
+        ) from None
     (folder / f"streams-{state.done - 1}.safetensors").unlink(missing_ok=True)
+
+
+def _digest(record: dict) -> str:
+    return hashlib.sha256(json.dumps(record).encode()).hexdigest()
 
 
 def restored(folder: Path) -> State | None:
     """What an earlier run has kept; None if nothing, or nothing whole."""
     try:
         record = json.loads((folder / "state.json").read_text())
+        if record.pop("digest") != _digest(record):
+            return None
         path = folder / f"streams-{record['done']}.safetensors"
         if sha256_of(path) != record["sha256"]:
             return None

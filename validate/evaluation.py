@@ -25,7 +25,7 @@ from ..convert.hub import Source, own_folder
 from ..convert.plan import Plan
 from ..convert.ranks import ALONE, Ranks
 from ..convert.shards import sha256_of
-from ..quantize.errors import SourceError, listing
+from ..quantize.errors import CheckError, SourceError, listing
 from . import eval_state
 from .corpus import Corpus
 from .dense import Dense, modules_of
@@ -67,7 +67,7 @@ def evaluate(
     say: Callable[[str], None],
     progress: Callable[[int, str], None],
     ranks: Ranks = ALONE,
-) -> dict | None:
+) -> tuple[dict | None, Path]:
     """Runs both models over a corpus and compares what they say.
 
     Args:
@@ -83,16 +83,18 @@ def evaluate(
         progress: called with bytes of both models' weights that were used, and the layer.
         ranks: those that share the routed experts; engine "mlx" alone.
     Returns:
-        JSON: see `divergence.report`; None on ranks other than the first.
+        JSON: see `divergence.report`; None on ranks other than the first. And the folder with what was kept between
+        layers, for `eval_state.forget` once the result is safe.
     Raises:
-        SourceError: something can't be read.
+        SourceError: something can't be read, or the source gives NaN.
+        CheckError: a layer or a head of the build gives NaN or infinite values where the source's does not.
     """
     plan, modules = parameters.plan, parameters.modules
     kept = own_folder() / "evaluations" / _key(out, origin, checkpoint, plan, corpus, engine, dtype, lens)
     with closing(Dense(modules, build=False)) as true, closing(Dense(modules, build=True)) as mine:
         sides = _sides(out, checkpoint, true, mine, engine, DTYPES[dtype], ranks)
         if not ranks.first:
-            return serve(ranks, sides)
+            return serve(ranks, sides), kept
         source, others = sides["source"], [name for name in sides if name != "source"]
         state = eval_state.restored(kept) or _begun(sides, corpus)
         used = _bytes_by_layer(list(sides.values()))
@@ -105,14 +107,18 @@ def evaluate(
             progress(used[index], f"layer {index}")
         dismiss(ranks)
         seen = {name: _seen(side, state.streams[name], corpus) for name, side in sides.items()}
+        for name, states in seen.items():
+            _check_finite(name, "the MTP head", [] if states.head is None else [states.head])
         reports = {}
         for name in others:
             words = judge(seen["source"], seen[name], corpus.targets, corpus.judged, temperature)
+            for side, said in zip(("source", name), words, strict=False):
+                _check_finite(side, "the output head", [mx.array(said.loss[corpus.targets >= 0])])
             reports[name] = report(corpus, *words, state.layers[name], dtype, temperature, name == "other")
         progress(used[None], "output head")
-    eval_state.forget(kept)
     other = reports.get("other")
-    return reports["build"] | {"engine": engine, "other_engine": other and {k: other[k] for k in OF_ENGINES}}
+    result = reports["build"] | {"engine": engine, "other_engine": other and {k: other[k] for k in OF_ENGINES}}
+    return result, kept
 
 
 def _sides(
@@ -189,10 +195,12 @@ def _next(state: State, sides: dict[str, Side], corpus: Corpus, lens: bool) -> S
         given = state.streams[name]
         if name == "source":
             true = sides[name].passed(index, given)
+            _check_finite(name, f"layer {index}", true.streams)
             streams = {name: true.streams}
             continue
         same = all(mx.array_equal(mine, theirs) for mine, theirs in zip(given, before, strict=True))
         both = sides[name].passed(index, given if same else given + before)
+        _check_finite(name, f"layer {index}", both.streams)
         streams[name] = both.streams[: len(given)]
         choices = (true.choices, both.choices[: len(given)]) if true.choices else None
         probe = both.streams[-len(given) :]
@@ -201,6 +209,19 @@ def _next(state: State, sides: dict[str, Side], corpus: Corpus, lens: bool) -> S
             seen = replace(seen, lens=_through_lens(sides["source"], sides[name], true, both, corpus))
         layers[name] = [*state.layers[name], seen]
     return State(index + 1, streams, layers)
+
+
+def _check_finite(side: str, what: str, arrays: list[mx.array]) -> None:
+    """Ends the comparison at the first of a model's parts that gives NaN or infinite values."""
+    if all(mx.isfinite(a).all().item() for a in arrays):
+        return
+    if side == "source":
+        raise SourceError(f"{what} of the source gives NaN or infinite values: there is nothing to compare with")
+    whose = "the build" if side == "build" else "motif.py, with the source's weights,"
+    raise CheckError(
+        f"{what} of {whose} gives NaN or infinite values where the source gives none; `motif-convert verify` "
+        "names the tensor"
+    )
 
 
 def _through_lens(source: Side, build: Side, one: Passed, other: Passed, corpus: Corpus) -> dict:

@@ -33,7 +33,7 @@ def inspect_repo(folder: Path) -> dict:
     if not folder.is_dir():
         raise SourceError(f"{folder}: {'not a folder' if folder.exists() else 'no such folder'}")
     if (folder / JOURNAL).exists():
-        raise SourceError(f"{folder}: an interrupted run; run the same command again to finish it")
+        raise SourceError(f"{folder}: an unfinished build; run the command that makes it again")
     if not (folder / "config.json").exists():
         raise SourceError(f"{folder}: not a build: it has no config.json")
     repo = open_checkpoint(folder)

@@ -40,7 +40,7 @@ def check_is_build(out: Path) -> None:
         raise SourceError(f"{out}: no such folder")
     if not os.path.lexists(out / PROVENANCE):
         if os.path.lexists(out / JOURNAL):
-            raise SourceError(f"{out}: an interrupted run; run the same command again to finish it")
+            raise SourceError(f"{out}: an unfinished build; run the command that makes it again")
         raise SourceError(f"{out}: not a build of motif-convert: it has no {PROVENANCE}")
 
 
