@@ -52,6 +52,8 @@ def smoke(
     with ranks.decoding() as group:
         build = load_build(folder, dtype, group)
         result = run(build, asked, corpus, tokens, drafts, temperature, minimum, seed, say)
+    if ranks.several:
+        result["device"] = f"{ranks.size} x {result['device']}"
     if not ranks.first:
         return {"smoke": result}
     evidence = record(folder, "smoke", result)

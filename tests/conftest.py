@@ -19,6 +19,7 @@ LONG = (
     "download",
     "eval",
     "ranks",
+    "ranks_apart",
     "pipeline",
     "cli",
     "engines",

@@ -103,3 +103,13 @@ def start(ranks: int, command: list[object], cwd: Path | None = None) -> Launche
 def run(ranks: int, *args: object, cwd: Path | None = None) -> tuple[str, str]:
     """The command in several ranks: what they printed. mlx.launch's own exit code is 0 whatever happens."""
     return start(ranks, [COMMAND, *args], cwd).finish()
+
+
+def each(*commands: str) -> list[str]:
+    """A command line of its own for each rank."""
+    cases = " ".join(f"{rank}) exec {command};;" for rank, command in enumerate(commands))
+    return ["bash", "-c", f"case $MLX_RANK in {cases} esac"]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in folder.iterdir()}

@@ -273,7 +273,7 @@ def killed_at(file: str, args: list, home: dict[str, str]) -> None:
 def test_killed_and_gone_on_with(copied, home, tmp_path):
     """The same numbers, from the last layer that was finished."""
     out = copied(DEMO)
-    args = ["eval", out, "--source", DEMO, "--tokens", 300, "--json"]
+    args = ["eval", out, "--source", DEMO, "--tokens", 100, "--json"]
     undisturbed = motif_convert(*args, env=home)
     assert undisturbed.returncode == 0, undisturbed.stderr
     assert not list((tmp_path / "home").rglob("streams*"))
@@ -287,7 +287,7 @@ def test_killed_and_gone_on_with(copied, home, tmp_path):
 
 def test_a_damaged_state_is_not_gone_on_with(copied, home, tmp_path):
     out = copied(DEMO)
-    args = ["eval", out, "--source", DEMO, "--tokens", 200, "--json"]
+    args = ["eval", out, "--source", DEMO, "--tokens", 60, "--json"]
     killed_at("state.json", args, home)
     for path in (tmp_path / "home").rglob("streams-*"):
         data = bytearray(path.read_bytes())
@@ -298,15 +298,13 @@ def test_a_damaged_state_is_not_gone_on_with(copied, home, tmp_path):
     assert "Going on" not in again.stderr
 
 
-@pytest.mark.parametrize("edit", [("error", 9.0), ("local", None), ("kind", "x")], ids=str)
-def test_an_edited_state_is_not_gone_on_with(edit, copied, home, tmp_path):
+def test_an_edited_state_is_not_gone_on_with(copied, home, tmp_path):
     out = copied(DEMO)
     args = ["eval", out, "--source", DEMO, "--tokens", 60, "--json"]
     killed_at("state.json", args, home)
     (path,) = (tmp_path / "home").rglob("state.json")
     record = json.loads(path.read_text())
-    key, value = edit
-    record["layers"]["build"][0][key] = value
+    record["layers"]["build"][0]["error"] = 9.0
     path.write_text(json.dumps(record))
     again = motif_convert(*args, env=home)
     assert again.returncode == 0, again.stderr

@@ -232,7 +232,7 @@ def test_smoke_on_the_command_line(built, tmp_path):
     out = built(DEMO, "--recipe", "bf16", "--mtp", "fp16")
     prompts, text = tmp_path / "p.jsonl", tmp_path / "t.txt"
     prompts.write_text(json.dumps({"prompt": GOLDENS["prompts"][0]["prompt"], "name": "first", "raw": True}))
-    text.write_bytes(bytes(HELDOUT[:600]))
+    text.write_bytes(bytes(HELDOUT[:200]))
     options = ("--prompts", prompts, "--text", text, "--tokens", 12, "--dtype", "float32", "--json")
     result = motif_convert("smoke", out, *options, "--compare-mtp", "bf16,4.5", "--source", DEMO)
     assert result.returncode == 0, result.stderr
