@@ -81,8 +81,8 @@ def _text(file: BinaryIO) -> str:
     return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode()
 
 
-def start(ranks: int, command: list[object], cwd: Path | None = None) -> Launched:
-    """mlx.launch with a command line."""
+def start(ranks: int, command: list[object], cwd: Path | None = None, env: dict[str, str] | None = None) -> Launched:
+    """mlx.launch with a command line, and variables that are added to the environment."""
     options = ["-n", ranks, "--backend", "ring", "--starting-port", ports(ranks)]
     files = [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115, they outlive this function
     process = subprocess.Popen(
@@ -91,7 +91,7 @@ def start(ranks: int, command: list[object], cwd: Path | None = None) -> Launche
         stdout=files[0],
         stderr=files[1],
         cwd=cwd,
-        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        env=os.environ | {"HF_HUB_OFFLINE": "1"} | (env or {}),
         start_new_session=True,
     )
     with suppress(BrokenPipeError):
