@@ -5,7 +5,6 @@ All of it goes through `mx.distributed`. A process that was started alone is the
 
 import json
 import os
-import secrets
 import select
 import signal
 import socket
@@ -251,7 +250,7 @@ def _see_token(ranks: Ranks, folder: Path, seconds: float) -> list[list]:
         return []
     token, error = None, None
     if ranks.first:
-        token = folder / f"{TOKEN}{secrets.token_hex(8)}"
+        token = folder / f"{TOKEN}{os.urandom(8).hex()}"
         try:
             token.touch(exist_ok=False)
         except OSError as e:

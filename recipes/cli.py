@@ -278,7 +278,7 @@ def main() -> None:
         sys.exit(2)
     except (click.Abort, KeyboardInterrupt) as e:
         if SAID not in e.args:
-            say("Stopped with the other ranks; the same command goes on." if launched() else "Interrupted.")
+            say("Interrupted, or another rank ended; the same command goes on." if launched() else "Interrupted.")
         sys.stdout.flush()
         os._exit(INTERRUPTED)  # not after what threads still wait for
     except BrokenPipeError:

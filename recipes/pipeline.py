@@ -266,13 +266,13 @@ def verify_together(
         tensors = {name: _tensors(folder / name) for name in compared.of} if ranks.local else {}
         elsewhere: dict[str, list[TensorInfo]] = {}
         found = {name: one.as_dict() for name, one in compared.of.items()}
-        recorded = read_provenance(folder).files if ranks.local else {}
+        written = {name: w.sha256 for name, w in read_provenance(folder).files.items()} if ranks.local else {}
         holders: dict[str, int] = {}
         for rank, (theirs, headers) in enumerate(ranks.gather([found, tensors])):
-            for name, one in ((name, Compared.of(one)) for name, one in theirs.items()):
-                known = holders.get(name)
-                if known is None or not (one.passed and name in recorded and one.sha256 == recorded[name].sha256):
-                    compared.of[name], holders[name] = one, rank
+            for name, one in theirs.items():
+                sound = not one["faults"] and one["sha256"] == written.get(name)
+                if name not in holders or not sound:
+                    compared.of[name], holders[name] = Compared.of(one), rank
             elsewhere |= {name: [_tensor(t) for t in every] for name, every in headers.items() if name not in mine}
         if not ranks.first:
             return None

@@ -120,20 +120,17 @@ def evaluate_build(
     from ..convert.repo import origin_of
     from ..validate.corpus import make_corpus, read_texts
     from ..validate.eval_state import forget
-    from ..validate.evaluation import evaluate, gated, memory_needed, parameters_of
+    from ..validate.evaluation import evaluate, gated, kept_folder, memory_needed, parameters_of
     from ..validate.evidence import record
     from ..validate.loading import encoder
     from .progress import Progress
     from .show import human_bytes
 
     parameters = parameters_of(folder, checkpoint)
-    if ranks.several:
-        facts = {
-            "source": origin_of(origin, checkpoint)["fingerprint"],
-            "plan of this build": parameters.plan.plan_hash,
-        }
-        check_agreed(ranks, facts | {f"--{name}": value for name, value in options.items()})
-        check_shared(ranks, folder)
+    source = origin_of(origin, checkpoint)["fingerprint"]
+    facts = {"source": source, "plan of this build": parameters.plan.plan_hash}
+    check_agreed(ranks, facts | {f"--{name}": value for name, value in options.items()})
+    check_shared(ranks, folder)
     encode, vocabulary = encoder(folder), checkpoint.config["vocab_size"]
     if encode is None:
         say("The source has no tokenizer: the bytes of the text stand for tokens.")
@@ -147,10 +144,12 @@ def evaluate_build(
     )
     sources = 2 if options["engine"] == "torch" else 1
     total = sources * checkpoint_bytes(checkpoint) + sum(p.stat().st_size for p in folder.glob("*.safetensors"))
+    asked = {name: options[name] for name in ("engine", "dtype", "lens")}
+    kept = kept_folder(folder, source, parameters.plan, corpus, **asked)
     progress = Progress(total, "eval")
     try:
-        result, kept = evaluate(
-            folder, origin, checkpoint, parameters, corpus, say=say, progress=progress, ranks=ranks, **options
+        result = evaluate(
+            folder, checkpoint, parameters, corpus, kept, say=say, progress=progress, ranks=ranks, **options
         )
     except KeyboardInterrupt:
         say("Interrupted. Run the same command again to go on after the last layer.")

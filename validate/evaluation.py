@@ -20,8 +20,7 @@ import numpy as np
 
 from ..convert.checkpoint import Checkpoint, read_json
 from ..convert.config import MODEL_FILE
-from ..convert.fingerprint import fingerprint
-from ..convert.hub import Source, own_folder
+from ..convert.hub import own_folder
 from ..convert.plan import Plan
 from ..convert.ranks import ALONE, Ranks
 from ..convert.shards import sha256_of
@@ -56,10 +55,10 @@ class Parameters:
 
 def evaluate(
     out: Path,
-    origin: Source,
     checkpoint: Checkpoint,
     parameters: Parameters,
     corpus: Corpus,
+    kept: Path,
     engine: str,
     dtype: str,
     temperature: float,
@@ -67,14 +66,14 @@ def evaluate(
     say: Callable[[str], None],
     progress: Callable[[int, str], None],
     ranks: Ranks = ALONE,
-) -> tuple[dict | None, Path]:
+) -> dict | None:
     """Runs both models over a corpus and compares what they say.
 
     Args:
         out: the build. Its own `motif.py` is run.
-        origin: where the source comes from.
         parameters: see `parameters_of`.
         corpus: the tokens.
+        kept: where the streams are kept between layers; for `eval_state.forget`, once the result is safe.
         engine: "mlx", or "torch": PyTorch computes both models, and mlx, with the build's `motif.py` and the source's
             weights, a third.
         dtype: "float32" or "bfloat16", of the streams and all that is computed.
@@ -83,18 +82,16 @@ def evaluate(
         progress: called with bytes of both models' weights that were used, and the layer.
         ranks: those that share the routed experts; engine "mlx" alone.
     Returns:
-        JSON: see `divergence.report`; None on ranks other than the first. And the folder with what was kept between
-        layers, for `eval_state.forget` once the result is safe.
+        JSON: see `divergence.report`; None on ranks other than the first.
     Raises:
         SourceError: something can't be read, or the source gives NaN.
         CheckError: a layer or a head of the build gives NaN or infinite values where the source's does not.
     """
-    plan, modules = parameters.plan, parameters.modules
-    kept = own_folder() / "evaluations" / _key(out, origin, checkpoint, plan, corpus, engine, dtype, lens)
+    modules = parameters.modules
     with closing(Dense(modules, build=False)) as true, closing(Dense(modules, build=True)) as mine:
         sides = _sides(out, checkpoint, true, mine, engine, DTYPES[dtype], ranks)
         if not ranks.first:
-            return serve(ranks, sides), kept
+            return serve(ranks, sides)
         source, others = sides["source"], [name for name in sides if name != "source"]
         state = eval_state.restored(kept) or _begun(sides, corpus)
         used = _bytes_by_layer(list(sides.values()))
@@ -112,13 +109,12 @@ def evaluate(
         reports = {}
         for name in others:
             words = judge(seen["source"], seen[name], corpus.targets, corpus.judged, temperature)
-            for side, said in zip(("source", name), words, strict=False):
+            for side, said in zip(("source", name), words[:2], strict=True):
                 _check_finite(side, "the output head", [mx.array(said.loss[corpus.targets >= 0])])
             reports[name] = report(corpus, *words, state.layers[name], dtype, temperature, name == "other")
         progress(used[None], "output head")
     other = reports.get("other")
-    result = reports["build"] | {"engine": engine, "other_engine": other and {k: other[k] for k in OF_ENGINES}}
-    return result, kept
+    return reports["build"] | {"engine": engine, "other_engine": other and {k: other[k] for k in OF_ENGINES}}
 
 
 def _sides(
@@ -254,17 +250,21 @@ def _bytes_by_layer(sides: list[Side]) -> dict[int | None, int]:
     return found
 
 
-def _key(out: Path, origin: Source, checkpoint: Checkpoint, plan: Plan, corpus: Corpus, *asked) -> str:
-    """Names an evaluation of these very weights on these very tokens."""
-    shards = {t.shard for t in checkpoint.tensors.values()}
+def kept_folder(out: Path, source: str, plan: Plan, corpus: Corpus, **asked) -> Path:
+    """Where an evaluation of these very weights on these very tokens is kept between two layers.
+
+    Args:
+        source: its fingerprint.
+        asked: what else decides the numbers.
+    """
     made = {name: os.stat(out / name) for name in plan.shards}
     parts = [
         version("motif-convert"),
         plan.plan_hash,
-        fingerprint(origin, shards),
+        source,
         sorted((name, s.st_size, s.st_mtime_ns) for name, s in made.items()),
         sha256_of(out / MODEL_FILE),
-        [b.tolist() for b in corpus.batches],
-        asked,
+        corpus.digest,
+        sorted(asked.items()),
     ]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+    return own_folder() / "evaluations" / hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
