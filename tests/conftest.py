@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -160,6 +161,11 @@ def read_safetensors(folder: Path) -> dict[str, tuple[str, tuple, bytes]]:
     return tensors
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder, by its path in it."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
 def motif_convert(*args: object, cwd: Path | None = None, env: dict | None = None) -> subprocess.CompletedProcess:
     """Runs the command, warm where it can be; its output is text."""
     return warm.run(args, environment_with({"HF_HUB_OFFLINE": "1"} | (env or {})), cwd)
@@ -226,3 +232,9 @@ def architecture(built):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture
+def copied(built, tmp_path):
+    """copied(source, *options): a build to write evidence into, or to damage."""
+    return lambda *args: Path(shutil.copytree(built(*args), tmp_path / "build"))

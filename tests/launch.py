@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from warm import COMMAND
+
 LAUNCHER = str(Path(sys.executable).with_name("mlx.launch"))
-COMMAND = str(Path(sys.executable).with_name("motif-convert"))
 SECONDS = 120
 # mlx.launch waits until it can write to a rank's stdin, which nobody reads, and keeps a core busy until that is full.
 PIPE = 1 << 16
@@ -109,7 +110,3 @@ def each(*commands: str) -> list[str]:
     """A command line of its own for each rank."""
     cases = " ".join(f"{rank}) exec {command};;" for rank, command in enumerate(commands))
     return ["bash", "-c", f"case $MLX_RANK in {cases} esac"]
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {p.name: p.read_bytes() for p in folder.iterdir()}

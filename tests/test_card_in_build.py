@@ -14,6 +14,7 @@ from motif_convert.quantize.errors import RecipeError
 from motif_convert.recipes.card import read_extra
 from motif_convert.validate.shape import TEXT, fits
 from test_card import CARD, EVIDENCE, PROVENANCE, TINY, is_recorded
+from warm import COMMAND
 
 
 @pytest.fixture
@@ -156,7 +157,7 @@ def test_what_a_kill_left_of_a_file_that_is_written_again(name, build):
 
 
 def test_three_verifications_at_once(build):
-    command = [str(Path(sys.executable).with_name("motif-convert")), "verify", str(build), "--source", str(TINY)]
+    command = [COMMAND, "verify", str(build), "--source", str(TINY)]
     runs = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(3)]
     assert [(run.communicate(), run.returncode)[1] for run in runs] == [0, 0, 0]
     assert is_recorded(build)

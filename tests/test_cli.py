@@ -5,18 +5,17 @@ import os
 import pty
 import re
 import subprocess
-import sys
 import termios
 from importlib.metadata import version
 from pathlib import Path
 
 import click
 import pytest
-from conftest import REFERENCE, motif_convert
+from conftest import REFERENCE, contents, motif_convert
 from motif_convert.recipes.cli import cli
+from warm import COMMAND
 
 ROOT = Path(__file__).resolve().parents[1]
-COMMAND = str(Path(sys.executable).with_name("motif-convert"))
 TINY, DEMO = REFERENCE / "tiny-motif3", REFERENCE / "demo-motif3"
 COMMANDS = {"": cli, **cli.commands}
 OPTIONS = sorted(
@@ -29,10 +28,6 @@ OPTIONS = sorted(
         if option.startswith("--")
     }
 )
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {p.name: p.read_bytes() for p in sorted(folder.iterdir())}
 
 
 def assert_refused(result: subprocess.CompletedProcess, *fragments: str) -> None:

@@ -5,7 +5,6 @@ import random
 import resource
 import shutil
 import subprocess
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -13,9 +12,18 @@ from functools import partial
 from itertools import permutations
 from pathlib import Path
 
+import launch
 import numpy as np
 import pytest
-from conftest import REFERENCE, SMALL_CONFIG, environment_with, motif_convert, random_weights, write_checkpoint
+from conftest import (
+    REFERENCE,
+    SMALL_CONFIG,
+    contents,
+    environment_with,
+    motif_convert,
+    random_weights,
+    write_checkpoint,
+)
 from hub_server import READ, Fault, HubServer
 from motif_convert.convert.supply import itinerary
 from motif_convert.quantize.errors import OutputError
@@ -25,14 +33,6 @@ from motif_convert.recipes.pipeline import prepare
 REPO = "acme/demo-motif3"
 DEMO = REFERENCE / "demo-motif3"
 SHARDS = sorted(p.name for p in DEMO.glob("*.safetensors"))
-# The installed command with small output shards, so that there are several.
-SMALL_SHARDS = """
-import sys
-from motif_convert.convert import planner
-from motif_convert.recipes.cli import main
-planner.MAX_SHARD_BYTES = int(sys.argv.pop(1))
-main()
-"""
 
 
 @pytest.fixture
@@ -52,10 +52,6 @@ def run(server, tmp_path):
         return motif_convert(*args, cwd=tmp_path, env=env)
 
     return command
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {p.name: p.read_bytes() for p in folder.iterdir()}
 
 
 def sent(server, pattern: str = r"\.safetensors(\?|$)") -> int:
@@ -237,7 +233,7 @@ def test_a_disk_that_fills_up_on_the_way(stream, larger, tmp_path):
         limit = 8 << 20  # bytes of a file, where the shards have 20 and more
 
         def command() -> subprocess.CompletedProcess:
-            words = [str(Path(sys.executable).with_name("motif-convert")), "convert", "--source", "acme/larger"]
+            words = [launch.COMMAND, "convert", "--source", "acme/larger"]
             words += ["--out", "out", *stream]
             full = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
             return subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, preexec_fn=full)
@@ -263,7 +259,7 @@ def test_killed_twenty_times(stream, larger, built, tmp_path):
     with HubServer(tmp_path / "server") as server:
         server.add_repo("acme/larger", files={p.name: p for p in larger.iterdir()})
         env = environment_with(server.env(tmp_path / "home") | {"HF_HUB_OFFLINE": "0"})
-        command = [str(Path(sys.executable).with_name("motif-convert")), "convert", "--source", "acme/larger"]
+        command = [launch.COMMAND, "convert", "--source", "acme/larger"]
         kills, downloads = 0, 1
         while kills < 20:
             server.heal()
@@ -308,7 +304,7 @@ def ten(tmp_path_factory) -> Path:
 def test_stream_holds_no_more_than_the_plan_says(ten, tmp_path):
     (tmp_path / "server").mkdir()
     largest = max(p.stat().st_size for p in ten.glob("*.safetensors")) // 3
-    command = [sys.executable, "-c", SMALL_SHARDS, str(largest)]
+    command = launch.small_shards(largest)
     with HubServer(tmp_path / "server") as server:
         server.add_repo("acme/ten", files={p.name: p for p in ten.iterdir()})
         env = environment_with(server.env(tmp_path / "home") | {"HF_HUB_OFFLINE": "0"})
@@ -355,7 +351,7 @@ def streamed(ten, tmp_path):
         env = environment_with(server.env(tmp_path / "home") | {"HF_HUB_OFFLINE": "0"})
 
         def command(*args, **how):
-            words = [sys.executable, "-c", SMALL_SHARDS, str(largest), *args]
+            words = launch.small_shards(largest, *args)
             return subprocess.Popen(words, cwd=tmp_path, env=env, text=True, stderr=subprocess.PIPE, **how)
 
         yield command, server
@@ -523,7 +519,7 @@ def test_conversion_begins_before_the_last_shard_is_here(ten, tmp_path):
         env = environment_with(server.env(tmp_path / "home") | {"HF_HUB_OFFLINE": "0"})
         last = sorted(p.name for p in ten.glob("*.safetensors"))[-1]
         server.fail(Fault("GET", last, skip=2, times=None, pause=0.6, chunk=int(size / 20)))
-        command = [sys.executable, "-c", SMALL_SHARDS, str(int(size) // 3), "convert", "--source", "acme/ten"]
+        command = launch.small_shards(int(size) // 3, "convert", "--source", "acme/ten")
         process = subprocess.Popen([*command, "--out", "out"], cwd=tmp_path, env=env)
         while process.poll() is None and not list((tmp_path / "out").glob("model-*.safetensors")):
             time.sleep(0.005)

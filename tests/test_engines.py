@@ -1,7 +1,6 @@
 """`eval --engine torch`: the second way of computing all that eval computes, against the first."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -10,12 +9,6 @@ from test_eval import compared, rehash
 from test_motif_shapes import VARIATIONS
 
 TINY, NVFP4, DEMO = REFERENCE / "tiny-motif3", REFERENCE / "tiny-motif3-nvfp4", REFERENCE / "demo-motif3"
-
-
-@pytest.fixture
-def copied(built, tmp_path):
-    """A build to write evidence into, or to damage."""
-    return lambda *args: Path(shutil.copytree(built(*args), tmp_path / "build"))
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import shutil
 import subprocess
 import tempfile
 import time
@@ -30,12 +29,6 @@ SHARD = "model-00001-of-00001.safetensors"
 def home(tmp_path) -> dict[str, str]:
     """Where unfinished evaluations are kept."""
     return {"HF_HOME": str(tmp_path / "home")}
-
-
-@pytest.fixture
-def copied(built, tmp_path):
-    """A build to write evidence into, or to damage."""
-    return lambda *args: Path(shutil.copytree(built(*args), tmp_path / "build"))
 
 
 def compared(out: Path, source: Path, *args: object) -> dict:

@@ -13,7 +13,15 @@ from py_compile import compile as compile_file
 import numpy as np
 import pytest
 import warm
-from conftest import REFERENCE, SMALL_CONFIG, environment_with, motif_convert, random_weights, write_checkpoint
+from conftest import (
+    REFERENCE,
+    SMALL_CONFIG,
+    contents,
+    environment_with,
+    motif_convert,
+    random_weights,
+    write_checkpoint,
+)
 
 TINY, DEMO = REFERENCE / "tiny-motif3", REFERENCE / "demo-motif3"
 SHARD, JOURNAL = "model-00001-of-00001.safetensors", ".motif-convert.json"
@@ -55,10 +63,6 @@ def unfinished(built, tmp_path):
         return out
 
     return make
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {p.name: p.read_bytes() for p in folder.iterdir()}
 
 
 def test_an_unfinished_folder_is_gone_on_with(unfinished, built):

@@ -6,8 +6,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import REFERENCE, motif_convert
-from test_cli import DEMO, TINY, assert_refused, contents
+from conftest import REFERENCE, contents, motif_convert
+from test_cli import DEMO, TINY, assert_refused
 
 
 def test_out_inside_the_source_is_refused(small, tmp_path):

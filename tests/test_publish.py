@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 from conftest import REFERENCE, SMALL_CONFIG, motif_convert, random_weights, write_checkpoint
 from hub_server import READ, WRITE, Fault, HubServer, storage_exceeded
+from warm import COMMAND
 
-COMMAND = str(Path(sys.executable).with_name("motif-convert"))
 TINY = REFERENCE / "tiny-motif3"
 REPO = "acme/small-mlx"
 INDEX, PROVENANCE, EVIDENCE = "model.safetensors.index.json", "motif-convert.json", "validation.json"

@@ -11,7 +11,7 @@ from pathlib import Path
 import launch
 import psutil
 import pytest
-from conftest import REFERENCE, SMALL_CONFIG, motif_convert, random_weights, write_checkpoint
+from conftest import REFERENCE, SMALL_CONFIG, contents, motif_convert, random_weights, write_checkpoint
 from motif_convert.convert.parts import share_of
 from motif_convert.convert.ranks import Ranks
 
@@ -23,7 +23,7 @@ HANG = 10  # seconds that ranks may live on after one has died
 
 def differing(folder: Path, whole: Path) -> list[str]:
     """Names of the files that are not the same, or that only one of the folders has."""
-    found, expected = launch.contents(folder), launch.contents(whole)
+    found, expected = contents(folder), contents(whole)
     return [name for name in sorted(found | expected) if found.get(name) != expected.get(name)]
 
 
@@ -250,8 +250,8 @@ def test_local_shards(source, whole, tmp_path):
     ranks_of(process.process.pid)[1].kill()
     process.finish()
     _, err = launch.start(2, at_home(tmp_path, 2, *options)).finish()
-    found = [launch.contents(tmp_path / str(rank) / "out") for rank in (0, 1)]
-    expected = launch.contents(whole)
+    found = [contents(tmp_path / str(rank) / "out") for rank in (0, 1)]
+    expected = contents(whole)
     assert found[0].keys() | found[1].keys() == expected.keys(), err
     assert all(expected[name] == data for part in found for name, data in part.items())
     shards = {name for name in expected if name.endswith(".safetensors")}

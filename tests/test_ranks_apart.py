@@ -7,7 +7,7 @@ from pathlib import Path
 
 import launch
 import pytest
-from conftest import REFERENCE, motif_convert
+from conftest import REFERENCE, contents, motif_convert
 
 TINY, DEMO = REFERENCE / "tiny-motif3", REFERENCE / "demo-motif3"
 
@@ -65,7 +65,7 @@ def test_a_build_of_which_each_has_a_copy(command, built, tmp_path):
     out, err = launch.start(2, launch.each(*(f"env -C {tmp_path / str(rank)} {line}" for rank in (0, 1)))).finish()
     assert out == ""
     assert "must lie on storage that all ranks share" in err
-    assert launch.contents(tmp_path / "0" / "build") == launch.contents(built(DEMO))
+    assert contents(tmp_path / "0" / "build") == contents(built(DEMO))
 
 
 @pytest.mark.parametrize(

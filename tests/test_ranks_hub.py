@@ -5,7 +5,7 @@ from pathlib import Path
 
 import launch
 import pytest
-from conftest import SMALL_CONFIG, random_weights, write_checkpoint
+from conftest import SMALL_CONFIG, contents, random_weights, write_checkpoint
 from hub_server import HubServer
 
 REPO = "acme/six"
@@ -31,7 +31,7 @@ def test_streamed_by_two_ranks(source, tmp_path):
         size = sum(p.stat().st_size for p in source.glob("*.safetensors"))
         got = server.seen(r"\.safetensors(\?|$)", "GET")
         assert size <= sum(r.sent for r in got if r.range != "bytes=0-65535") < 1.5 * size  # of 10 shards a few twice
-        found, expected = launch.contents(tmp_path / "out"), launch.contents(tmp_path / "one")
+        found, expected = contents(tmp_path / "out"), contents(tmp_path / "one")
         for name in ("README.md", "motif-convert.json"):  # they name the source
             del found[name], expected[name]
         assert found == expected, err

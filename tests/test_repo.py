@@ -22,6 +22,7 @@ import yaml
 from conftest import (
     REFERENCE,
     SMALL_CONFIG,
+    contents,
     motif_convert,
     random_weights,
     read_safetensors,
@@ -470,10 +471,6 @@ def test_no_file_stays_open(tmp_path):
 
 
 # --- the same bytes, every time ---
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {p.name: p.read_bytes() for p in folder.iterdir()}
 
 
 def test_two_runs_give_the_same_bytes(built, tmp_path):

@@ -17,7 +17,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from conftest import REAL_SIZES, REFERENCE, SMALL_CONFIG, motif_convert, random_weights, write_checkpoint
+from conftest import REAL_SIZES, REFERENCE, SMALL_CONFIG, contents, motif_convert, random_weights, write_checkpoint
 from motif_convert.convert.names import entries
 from motif_convert.convert.repo import write_repo
 from motif_convert.convert.shards import new_file
@@ -26,15 +26,11 @@ from motif_convert.quantize.errors import CheckError, OutputError, SourceError
 from motif_convert.recipes.cli import cli
 from motif_convert.recipes.pipeline import prepare
 from motif_convert.validate.comparisons import Comparisons
+from warm import COMMAND
 
 TINY = REFERENCE / "tiny-motif3"
-COMMAND = str(Path(sys.executable).with_name("motif-convert"))
 JOURNAL = ".motif-convert.json"
 SHARD = "model-00001-of-00001.safetensors"
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {p.name: p.read_bytes() for p in folder.iterdir()}
 
 
 def differing(folder: Path, whole: Path) -> list[str]:

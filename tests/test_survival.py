@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import warm
-from conftest import environment_with
+from conftest import contents, environment_with
 
 DEMO = Path(__file__).resolve().parents[1] / "recipes" / "demo-motif3"
 SHARD_BYTES = 350_000  # so that the demo makes several shards
@@ -46,10 +46,6 @@ def begun(out: Path, **trouble: object) -> Iterator[warm.Process]:
 
 def finish(out: Path):
     return warm.run(command(out), ENVIRONMENT, out.parent, more=SMALL_SHARDS)
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
 def said(process: warm.Process) -> str:
