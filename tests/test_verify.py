@@ -907,6 +907,9 @@ def test_a_structure_that_does_not_fit_is_named(spoiled, small, fault, text):
     json.dumps(result.as_dict(), allow_nan=False)
 
 
+# --- files ---
+
+
 def test_every_file_may_be_damaged(spoiled, small):
     """Cut, emptied, of random bytes, a folder, a link to nothing: each is found, none raises."""
     damages = (
