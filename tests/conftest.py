@@ -13,12 +13,28 @@ import warm
 from motif_convert.convert.names import entries
 from motif_convert.quantize.kernels import f32_to_bf16
 
+# Helpers of several test modules that have fixtures.
+pytest_plugins = (
+    "checkpoints",
+    "downloading",
+    "expected_build",
+    "hub_clients",
+    "nvfp4_sources",
+    "plans",
+    "publishing",
+    "spoiled",
+)
 # Files that take long are begun first, so that no worker is left with one of them in the end.
 LONG = (
-    "stream",
-    "publish",
     "download",
+    "download_streamed",
+    "real_size",
+    "publish",
+    "publish_faults",
     "eval",
+    "eval_faults",
+    "stream",
+    "stream_large",
     "ranks",
     "ranks_apart",
     "pipeline",
@@ -27,6 +43,7 @@ LONG = (
     "smoke",
     "survival",
     "acceptance",
+    "motif_decode",
 )
 REFERENCE = Path(__file__).resolve().parents[2] / "shared" / "reference"
 

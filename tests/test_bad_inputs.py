@@ -5,81 +5,37 @@ tests of their own, with many more values.
 """
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import warm
 from broken import INDEX, Folder
-from conftest import REFERENCE, environment_with
+from conftest import REFERENCE
+from defects import (
+    DOWN,
+    GATE_UP,
+    HEAD,
+    INF,
+    LFS,
+    MTP_PROJ,
+    NAN,
+    NORM,
+    SHARD,
+    WQ,
+    Case,
+    as_i16,
+    drop_tensor,
+    header_length,
+    instead,
+    link,
+    other_dtype,
+    rename,
+    transposed,
+    twice,
+    with_file,
+)
+from refusals import refused, said
 
 TINY, NVFP4 = REFERENCE / "tiny-motif3", REFERENCE / "tiny-motif3-nvfp4"
-SECONDS = 5
-SHARD = [f"model-{i:05d}-of-00005.safetensors" for i in range(6)]
-LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 5001\n"
-GATE_UP = "model.layers.2.moe.experts.gate_up_proj"
-DOWN = "model.layers.2.moe.experts.down_proj"
-NORM, HEAD = "model.norm.weight", "lm_head.weight"
-MTP_PROJ = "model.mtp_layers.0.input_proj.weight"
-WQ = "model.layers.2.self_attn.wq_a.weight"
-NAN, INF = b"\xc0\x7f", b"\x80\xff"  # BF16
-
-Defect = Callable[[Folder], object]
-Case = tuple[Defect, tuple[str, ...]]  # and what the message has to say
-
-
-def rename(f: Folder, old: str, new: str) -> None:
-    shard = f.shard_of(old)
-    f.header(shard, lambda h: h.update({new: h.pop(old)}))
-    f.json(INDEX, lambda i: i["weight_map"].update({new: i["weight_map"].pop(old)}))
-
-
-def link(f: Folder, name: str, target: str) -> None:
-    f.remove(name)
-    (f.path / name).symlink_to(target)
-
-
-def instead(make: Callable[[Path], object], name: str) -> Defect:
-    def defect(f: Folder) -> None:
-        f.remove(name)
-        make(f.path / name)
-
-    return defect
-
-
-def with_file(f: Folder, name: str, weight_map_name: str | None = None) -> None:
-    f.json(INDEX, lambda i: i["weight_map"].update({NORM: name if weight_map_name is None else weight_map_name}))
-
-
-def swap_offsets(h: dict) -> None:
-    a, b = list(h)[1:3]
-    h[a]["data_offsets"], h[b]["data_offsets"] = h[b]["data_offsets"], h[a]["data_offsets"]
-
-
-def twice(h: dict) -> bytes:
-    import json
-
-    text = json.dumps(h)
-    return (text[:-1] + f', "{NORM}": {json.dumps(h[NORM])}' + "}").encode()
-
-
-def header_length(f: Folder, shard: str, length: int) -> None:
-    path = f.own(shard)
-    with path.open("r+b") as file:
-        file.write(length.to_bytes(8, "little"))
-
-
-def transposed(f: Folder, tensor: str) -> None:
-    f.header(f.shard_of(tensor), lambda h: h[tensor].update(shape=h[tensor]["shape"][::-1]))
-
-
-def other_dtype(f: Folder, tensor: str, dtype: str) -> None:
-    f.entry(tensor, dtype=dtype)
-
-
-def as_i16(f: Folder) -> None:
-    other_dtype(f, WQ, "I16")
-
 
 # --- shards ---
 
@@ -215,11 +171,6 @@ INDICES: dict[str, Case] = {
 # --- tensors that are not the model's ---
 
 
-def drop_tensor(f: Folder, tensor: str) -> None:
-    """A tensor under a name that no Motif-3 has, in header and index."""
-    rename(f, tensor, tensor + "_old")
-
-
 TENSORS: dict[str, Case] = {
     "a tensor under another name": (lambda f: drop_tensor(f, NORM), (NORM,)),
     "an expert stack under another name": (lambda f: drop_tensor(f, GATE_UP), (GATE_UP,)),
@@ -330,80 +281,6 @@ EXPERTS: dict[str, Case] = {
     "expert scales of another shape": (lambda f: f.entry(SCALE_2, shape=[8, 1]), (SCALE_2,)),
 }
 
-# --- recipes and options: the source is right ---
-
-RULES = "rules:\n  - match: '*'\n    bits: 4\n    group_size: 64\n"
-RECIPES: dict[str, tuple[str | bytes, tuple[str, ...]]] = {
-    "an empty recipe": ("", ("must be `key: value` lines",)),
-    "a recipe that is no YAML": ("name: 'r\n", ("not valid YAML",)),
-    "a recipe that is binary": (b"\xff\xfe\0\0", ("not a text file",)),
-    "a recipe of 2 MB": ("# " + "x" * (2 << 20), ("larger than a recipe",)),
-    "a recipe without a name": (RULES, ("has no `name`",)),
-    "a recipe without rules": ("name: r\n", ("has no `rules`",)),
-    "a recipe with an unknown key": ("name: r\nbits: 4\n" + RULES, ("line 2", "unknown key 'bits'")),
-    "a rule with an unknown key": ("name: r\nrules:\n  - match: '*'\n    bit: 4\n", ("line 4", "unknown key 'bit'")),
-    "a recipe with code in it": ("name: !!python/object/apply:os.getcwd []\n" + RULES, ("line 1", "`name`")),
-    "7 bits": ("name: r\n" + RULES.replace("4\n", "7\n", 1), ("line 3", "bits 7")),
-    "groups of 48": ("name: r\n" + RULES.replace("64", "48"), ("line 3", "group_size 48")),
-    "a rule that matches nothing": (
-        "name: r\nrules:\n  - match: '*.wx'\n    bits: 4\n    group_size: 64\n  - match: '*'\n    dtype: source\n",
-        ("line 3", "*.wx"),
-    ),
-    "modules that no rule matches": (
-        "name: r\nrules:\n  - match: 'lm_head'\n    bits: 4\n    group_size: 64\n",
-        ("no rule",),
-    ),
-    "groups that do not divide a width": ("name: r\n" + RULES.replace("64", "128"), ("128", "mlp")),
-    "an unknown policy for the head": ("name: r\nmtp: fp8\n" + RULES, ("line 2", "mtp 'fp8'")),
-    "an acceptance above 1": ("name: r\nmin_acceptance: 80\n" + RULES, ("line 2", "'80'")),
-    "an alias of itself": ("name: r\nrules: &a [*a]\n", ("line 2", "a rule")),
-}
-
-OPTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "bits that are not there": (("--bits", "5"), ("--bits", "5")),
-    "a recipe that is not there": (("--recipe", "6bit"), ("6bit", "4.5bit")),
-    "a recipe that is a folder": (("--recipe", "."), ("Is a directory",)),
-    "bits and a recipe": (("--bits", "8", "--recipe", "4.5bit"), ("--bits and --recipe",)),
-    "an unknown policy": (("--mtp", "fp32"), ("--mtp", "fp32")),
-    "two policies": (("--mtp", "drop", "--keep-mtp-fp16"), ("--keep-mtp-fp16", "drop")),
-    "no workers": (("--workers", "0"), ("--workers", "0")),
-    "a word for workers": (("--workers", "all"), ("--workers", "all")),
-    "a revision of a folder": (("--revision", "main"), ("--revision",)),
-    "streaming a folder": (("--stream",), ("--stream",)),
-    "experts that are not NVFP4": (("--experts", "affine"), ("--experts affine",)),
-    "a card that is not there": (("--card-extra", "gone.md"), ("gone.md",)),
-    "an option that is none": (("--quantize",), ("--quantize",)),
-    "an argument that is none": (("more",), ("more",)),
-}
-
-
-def refused(tmp_path: Path, *args: object) -> str:
-    """What the command says of bad input: exit code 2, one line (a list has a line for each item), nothing left."""
-    work = tmp_path / "work"
-    work.mkdir()
-    before = sorted(tmp_path.rglob("*"))
-    result = warm.run(args, environment_with({"HF_HUB_OFFLINE": "1"}), work, SECONDS)
-    message = result.stderr
-    assert result.returncode == 2, message
-    assert result.stdout == ""
-    assert "Traceback" not in message
-    assert message.lower().count("error: ") == 1
-    assert len(message) < 20_000
-    assert all(line.isprintable() for line in message.splitlines())
-    assert sorted(tmp_path.rglob("*")) == before
-    return message
-
-
-@pytest.fixture(scope="module", autouse=True)
-def warmed() -> None:
-    """The first run waits for the imports."""
-    warm.run(["--version"], environment_with({"HF_HUB_OFFLINE": "1"}))
-
-
-def said(message: str, fragments: tuple[str, ...]) -> None:
-    missing = [f for f in fragments if f not in message]
-    assert not missing, message
-
 
 @pytest.mark.parametrize(
     ("original", "defect", "fragments"),
@@ -420,16 +297,3 @@ def test_bad_source(original, defect, fragments, tmp_path):
     folder = Folder(tmp_path / "source", original)
     defect(folder)
     said(refused(tmp_path, "convert", "--source", folder.path, "--out", "out"), fragments)
-
-
-@pytest.mark.parametrize(("text", "fragments"), RECIPES.values(), ids=RECIPES)
-def test_bad_recipe(text, fragments, tmp_path):
-    path = tmp_path / "mine.yaml"
-    path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    message = refused(tmp_path, "convert", "--source", TINY, "--recipe", path, "--out", "out")
-    said(message, ("mine.yaml", *fragments) if b"dtype" not in path.read_bytes() else fragments)
-
-
-@pytest.mark.parametrize(("options", "fragments"), OPTIONS.values(), ids=OPTIONS)
-def test_bad_option(options, fragments, tmp_path):
-    said(refused(tmp_path, "convert", "--source", TINY, *options, "--out", "out"), fragments)

@@ -1,56 +1,24 @@
-"""Every way a safetensors checkpoint can be wrong, and lazy reads of one that is right."""
+"""A checkpoint's index against its shards, and lazy reads of one that is right."""
 
 import hashlib
 import json
 import os
-import shutil
-import signal
 from math import prod
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import REFERENCE, motif_convert, read_safetensors
+from checkpoints import BYTES, FIRST, INDEX, LFS_POINTER, SECOND, entry, file_of, problem, whole, write_folder
+from conftest import REFERENCE, read_safetensors
 from motif_convert.convert.checkpoint import open_checkpoint
 from motif_convert.quantize.errors import SourceError
 
-INDEX = "model.safetensors.index.json"
-FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
-LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 5001\n"
-BYTES = {"U8": 1, "BF16": 2, "F16": 2, "F32": 4, "I32": 4}
-
+pytestmark = pytest.mark.usefixtures("no_hang")
 
 # --- files, written by hand; other test modules use these too ---
 
 
-def file_of(header: object, data: bytes = b"") -> bytes:
-    """A safetensors file: a header (bytes as they are, all else as JSON), then the data."""
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return len(text).to_bytes(8, "little") + text + data
-
-
-def entry(dtype: object, shape: object, start: object, end: object) -> dict:
-    return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
-
-
-def whole(name: str, dtype: str, shape: list[int], fill: int = 7) -> bytes:
-    """A file of one right tensor whose bytes are all `fill`."""
-    size = BYTES[dtype] * prod(shape)
-    return file_of({name: entry(dtype, shape, 0, size)}, bytes([fill]) * size)
-
-
 A, B = entry("U8", [4], 0, 4), entry("U8", [4], 4, 8)
-
-
-def write_folder(folder: Path, files: dict[str, bytes], weight_map: object = None) -> Path:
-    """A folder with an empty config.json, `files`, and an index if there is a weight map."""
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text("{}")
-    for name, content in files.items():
-        (folder / name).write_bytes(content)
-    if weight_map is not None:
-        (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    return folder
 
 
 def sparse_checkpoint(folder: Path, config: dict, tensors: dict[str, tuple[str, tuple, str]]) -> Path:
@@ -70,47 +38,6 @@ def sparse_checkpoint(folder: Path, config: dict, tensors: dict[str, tuple[str, 
         (folder / shard).write_bytes(content)
         os.truncate(folder / shard, len(content) + ends[shard])
     return folder
-
-
-def refused(cwd: Path, *args: object) -> str:
-    """The one message of a command that refuses its input: exit code 2, no traceback, nothing left behind."""
-    before = sorted(cwd.rglob("*"))
-    result = motif_convert(*args, cwd=cwd)
-    assert result.returncode == 2, result.stderr
-    assert result.stdout == ""
-    assert result.stderr.startswith("motif-convert: error: ")
-    assert result.stderr.count("error:") == 1
-    assert "Traceback" not in result.stderr
-    assert sorted(cwd.rglob("*")) == before
-    return result.stderr
-
-
-def problem(folder: Path) -> str:
-    """Why a folder is refused."""
-    with pytest.raises(SourceError) as refusal:
-        open_checkpoint(folder)
-    return str(refusal.value)
-
-
-@pytest.fixture
-def two(tmp_path) -> Path:
-    """A right checkpoint of two shards, for a test to break."""
-    files = {FIRST: whole("a", "BF16", [2, 3]), SECOND: whole("b", "F32", [4])}
-    return write_folder(tmp_path / "two", files, {"a": FIRST, "b": SECOND})
-
-
-@pytest.fixture(autouse=True)
-def _no_hang():
-    """Fails a test that blocks, on a pipe for instance."""
-
-    def stop(*_):
-        raise AssertionError("hangs")
-
-    previous = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(20)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, previous)
 
 
 # --- the index against the shards ---
@@ -222,131 +149,6 @@ def test_tensor_name_cannot_flood_or_fake_a_message(two, name, where):
     assert len(message) < 2000
     assert all(line.isprintable() for line in message.splitlines())
     assert not any(line.startswith("motif-convert") for line in message.splitlines())
-
-
-# --- files that are not files ---
-
-
-def _directory(path: Path):
-    path.mkdir()
-
-
-def _pipe(path: Path):
-    os.mkfifo(path)
-
-
-def _loop(path: Path):
-    path.symlink_to(path.name)
-
-
-def _dangling(path: Path):
-    path.symlink_to("nowhere")
-
-
-def _device(path: Path):
-    path.symlink_to("/dev/zero")
-
-
-@pytest.mark.parametrize("make", [_directory, _pipe, _loop, _dangling, _device])
-@pytest.mark.parametrize("name", [FIRST, "config.json"])
-def test_not_a_regular_file(two, name, make):
-    (two / name).unlink()
-    make(two / name)
-    assert f"{name}: " in problem(two)
-
-
-@pytest.mark.parametrize("make", [_directory, _pipe, _loop, _dangling, _device])
-def test_index_that_is_not_a_regular_file(two, make):
-    (two / INDEX).unlink()
-    make(two / INDEX)
-    assert INDEX in problem(two)
-
-
-def test_links_to_files_are_followed(two):
-    """As in the Hub's cache, where every file of a snapshot is a link."""
-    blobs = two.parent / "blobs"
-    blobs.mkdir()
-    for name in (FIRST, SECOND, INDEX, "config.json"):
-        shutil.move(two / name, blobs / name)
-        (two / name).symlink_to(blobs / name)
-    with open_checkpoint(two) as checkpoint:
-        assert bytes(checkpoint.read("a", 0, 12)) == b"\7" * 12
-
-
-# --- JSON files ---
-
-WRONG_JSON = {
-    "empty": (b"", "not valid JSON"),
-    "not JSON": (b"weights: none", "not valid JSON"),
-    "cut off": (b'{"weight_map": {"a": ', "not valid JSON"),
-    "byte order mark": (b"\xef\xbb\xbf{}", "not valid JSON"),
-    "UTF-16": ("{}".encode("utf-16"), "not valid JSON"),
-    "nested": (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "not valid JSON"),
-    "a key twice": (b'{"hidden_size": 1, "hidden_size": 2}', "key 'hidden_size' twice"),
-    "a nested key twice": (b'{"weight_map": {"a": "x", "a": "y"}}', "key 'a' twice"),
-    "half a surrogate": (b'{"x": "\\ud800"}', "not valid JSON"),
-    "a list": (b"[]", "not a JSON object"),
-    "a number": (b"1", "not a JSON object"),
-    "git-lfs pointer": (LFS_POINTER, "git-lfs pointer"),
-}
-
-
-@pytest.mark.parametrize(("content", "message"), WRONG_JSON.values(), ids=WRONG_JSON)
-@pytest.mark.parametrize("name", ["config.json", INDEX])
-def test_wrong_json(two, name, content, message):
-    write_folder(two, {name: content})
-    found = problem(two)
-    assert found.startswith(f"{name}: ")
-    assert message in found
-
-
-@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
-def test_number_that_json_does_not_have(two, number):
-    """It would be copied into the config.json of the build, which other readers then reject."""
-    write_folder(two, {"config.json": f'{{"model_type": "Motif", "initializer_range": {number}}}'.encode()})
-    assert "config.json: " in problem(two)
-
-
-@pytest.mark.parametrize("name", ["config.json", INDEX])
-def test_json_of_gigabytes(two, name):
-    os.truncate(two / name, 3 << 30)
-    assert f"{name}: 3221225472 bytes, more than" in problem(two)
-
-
-@pytest.mark.parametrize(
-    "weight_map", [[], "all", 5, {"a": 1}, {"a": None}, {"a": [FIRST]}, {}], ids=lambda value: json.dumps(value)[:20]
-)
-def test_index_without_a_weight_map(two, weight_map):
-    write_folder(two, {}, weight_map)
-    message = problem(two)
-    assert INDEX in message
-    assert "weight_map" in message
-
-
-def test_index_without_the_key(two):
-    write_folder(two, {INDEX: b'{"metadata": {}}'})
-    assert f"{INDEX}: has no weight_map" in problem(two)
-
-
-def test_no_config(two):
-    (two / "config.json").unlink()
-    assert "config.json: No such file" in problem(two)
-
-
-def test_no_weights(tmp_path):
-    message = problem(write_folder(tmp_path, {"tokenizer.json": b"{}"}))
-    assert message.startswith(f"{tmp_path}: ")
-    assert INDEX in message
-
-
-def test_the_command_says_it_once(two):
-    os.truncate(two / FIRST, (two / FIRST).stat().st_size - 1)
-    work = two.parent / "work"
-    work.mkdir()
-    before = sorted(two.iterdir())
-    message = refused(work, "plan", "--source", two)
-    assert f"{FIRST}: cut off" in message
-    assert sorted(two.iterdir()) == before
 
 
 # --- what is right ---

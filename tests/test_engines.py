@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 from conftest import REFERENCE, SMALL_CONFIG, motif_convert, random_weights, write_checkpoint
-from test_eval import compared, rehash
+from evaluating import compared
+from test_eval_faults import rehash
 from test_motif_shapes import VARIATIONS
 
 TINY, NVFP4, DEMO = REFERENCE / "tiny-motif3", REFERENCE / "tiny-motif3-nvfp4", REFERENCE / "demo-motif3"

@@ -3,9 +3,10 @@
 import json
 
 import pytest
+from checkpoints import LFS_POINTER, entry, file_of, problem, write_folder
 from motif_convert.convert.checkpoint import open_checkpoint
 from motif_convert.quantize.errors import SourceError
-from test_checkpoint import LFS_POINTER, A, B, entry, file_of, problem, write_folder
+from test_checkpoint import A, B
 
 RIGHT = entry("BF16", [2, 3], 0, 12)
 

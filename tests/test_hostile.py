@@ -1,4 +1,4 @@
-"""What a stranger may have prepared: folders with planted links and states, sources that want to run or to hang."""
+"""What a stranger may have prepared: folders with planted links and states, streams that are closed."""
 
 import json
 import os
@@ -13,30 +13,12 @@ from py_compile import compile as compile_file
 import numpy as np
 import pytest
 import warm
-from conftest import (
-    REFERENCE,
-    SMALL_CONFIG,
-    contents,
-    environment_with,
-    motif_convert,
-    random_weights,
-    write_checkpoint,
-)
+from conftest import SMALL_CONFIG, contents, environment_with, motif_convert, random_weights, write_checkpoint
+from strangers import DEMO, TINY, quickly
 
-TINY, DEMO = REFERENCE / "tiny-motif3", REFERENCE / "demo-motif3"
 SHARD, JOURNAL = "model-00001-of-00001.safetensors", ".motif-convert.json"
 SMALL_FILES = ("motif.py", "README.md", "config.json", "motif-convert.json", "model.safetensors.index.json")
-SECONDS = 5
 SMOKE = ("smoke", "--tokens", 4, "--prompts", "prompts.jsonl", "--text", "text.txt")
-
-
-def quickly(*args: object, cwd: Path | None = None) -> subprocess.CompletedProcess:
-    return warm.run(args, environment_with({"HF_HUB_OFFLINE": "1"}), cwd, SECONDS)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def warmed() -> None:
-    motif_convert("--version")
 
 
 @pytest.fixture
@@ -121,6 +103,7 @@ def test_every_card_of_a_user_is_kept(built, tmp_path):
 
 # --- states ---
 
+
 STATES = {
     "deep": "[" * 100_000,
     "an empty object": "{}",
@@ -172,89 +155,6 @@ def test_a_run_that_kept_nan_is_not_gone_on_with_without_it(unfinished, tmp_path
     again = quickly("convert", "--source", source, "--out", out)
     assert again.returncode == 2
     assert "another allow_nonfinite" in again.stderr
-
-
-# --- sources ---
-
-
-def test_a_tokenizer_s_code_is_not_run(tmp_path):
-    """transformers would ask on the terminal, in words that the source chooses; `yes` is what it would hear."""
-    source = Path(shutil.copytree(DEMO, tmp_path / "source"))
-    for path in source.iterdir():
-        path.chmod(0o644)
-    (source / "tokevil.py").write_text(
-        f"open({str(tmp_path / 'ran')!r}, 'w')\n"
-        "from transformers import PreTrainedTokenizerFast\nclass TokEvil(PreTrainedTokenizerFast): pass\n"
-    )
-    config = json.loads((source / "tokenizer_config.json").read_text())
-    config |= {"tokenizer_class": "TokEvil", "auto_map": {"AutoTokenizer": ["source--tokevil.TokEvil"] * 2}}
-    (source / "tokenizer_config.json").write_text(json.dumps(config))
-    command = [warm.COMMAND, "--source", "source", "--out", "out", "--max-tokens", "2", "--no-verify"]
-    environment = environment_with({"HF_HUB_OFFLINE": "1"})
-    result = subprocess.run(command, cwd=tmp_path, env=environment, input="y\n" * 9, capture_output=True, text=True)
-    assert not (tmp_path / "ran").exists()
-    assert "Do you wish to run" not in result.stdout + result.stderr
-
-
-@pytest.mark.parametrize(
-    "card",
-    [
-        "---" + "\n" * 3000 + "x" * 10,
-        "---\nl0: &l0 [1,1,1,1,1,1,1,1,1]\n"
-        + "".join(f"l{i}: &l{i} [{','.join([f'*l{i - 1}'] * 9)}]\n" for i in range(1, 9))
-        + "license: *l8\n---\n",
-    ],
-    ids=["lines without end", "a bomb of aliases"],
-)
-def test_a_card_that_takes_for_ever(card, tmp_path):
-    source = write_checkpoint(tmp_path / "source", SMALL_CONFIG, random_weights(SMALL_CONFIG))
-    (source / "README.md").write_text(card)
-    assert quickly("convert", "--source", source, "--out", tmp_path / "out").returncode == 0
-
-
-def test_many_rules(tmp_path):
-    recipe = tmp_path / "many.yaml"
-    recipe.write_text("name: r\nrules:\n" + "- {match: a, dtype: source}\n" * 6_000)
-    result = quickly("plan", "--source", TINY, "--recipe", recipe)
-    assert result.returncode == 2
-    assert "6000 rules" in result.stderr
-
-
-def test_numbers_of_a_build_that_would_fill_the_memory(built, tmp_path):
-    out = shutil.copytree(built(TINY), tmp_path / "out")
-    config = json.loads((out / "config.json").read_text())
-    config["quantization"]["model.embed_tokens"] = {"group_size": "x", "bits": 2_000_000_000, "mode": "affine"}
-    (out / "config.json").write_text(json.dumps(config))
-    assert quickly("inspect", out).returncode == 2
-
-
-@pytest.mark.parametrize("where", ["config", "recipe"])
-def test_half_a_surrogate(where, tmp_path):
-    source = write_checkpoint(tmp_path / "source", SMALL_CONFIG, random_weights(SMALL_CONFIG))
-    recipe = tmp_path / "mine.yaml"
-    recipe.write_text('name: r\ndescription: "\\ud83d"\nrules: [{match: "*", bits: 4, group_size: 64}]\n')
-    if where == "config":
-        (source / "config.json").write_text(json.dumps(SMALL_CONFIG | {"x": "\ud800"}))
-    options = ["--recipe", recipe] if where == "recipe" else []
-    result = quickly("convert", "--source", source, *options, "--out", tmp_path / "out")
-    assert result.returncode == 2
-    assert "Traceback" not in result.stderr
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("kind", ["folder", "license"])
-def test_names_that_are_no_text(kind, tmp_path):
-    source = write_checkpoint(tmp_path / "source", SMALL_CONFIG, random_weights(SMALL_CONFIG))
-    if kind == "folder":
-        source = source.rename(os.fsdecode(os.fsencode(tmp_path) + b"/n\xff"))
-    else:
-        (source / os.fsdecode(b"LICENSE\xff")).write_text("mine")
-    environment = environment_with({"HF_HUB_OFFLINE": "1"})
-    command = [warm.COMMAND, "convert", "--source", str(source), "--out", str(tmp_path / "out")]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert result.returncode == 2, result.stderr
-    assert result.stderr.splitlines()[-1].startswith("motif-convert: error: ")
-    assert not (tmp_path / "out").exists()
 
 
 # --- what is published ---
